@@ -72,7 +72,7 @@ def value(*names: str, metavar: str, help: str, **limits: Any) -> Any:  # noqa: 
 
 
 Place = Annotated[
-    str, argument("DIR", "Directory or URL of one checkpoint, or directory of local ones.")
+    str, argument("DIR", "Directory or URL of one checkpoint, or directory or file of local ones.")
 ]
 Source = Annotated[str, argument("SRC", "Directory or URL of a checkpoint.")]
 Target = Annotated[str, argument("DST", "New or empty directory, or a URL.")]

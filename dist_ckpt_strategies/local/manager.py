@@ -111,6 +111,7 @@ class LocalCheckpointManager:
         self._memory = HostSnapshot()
         self._running: BackgroundWork[str] | None = None
         self._newest: SaveId | None = None
+        self._lock: object = None
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -157,12 +158,12 @@ class LocalCheckpointManager:
             With ``is_async``, a request: a checkpoint queue, or its ``wait``, finalises it.
 
         Raises:
-            PlanError: ranks differ in iteration, ``is_async``, session or method; or a tensor
-                cannot be stored.
+            PlanError: ranks differ in arguments or session, or a tensor cannot be stored.
             UnsafeObjectError: an object is of a class that is not allowed.
-            StorageError: a shard cannot be written, for example if the disk is full.
-            StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``, the
-                strategy's group is that of the training, or sends over NCCL.
+            CheckpointChangedError: another job saves in this directory and session.
+            StorageError: a shard cannot be written, as on a full disk.
+            StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``, the group
+                of the strategy is the training's, or sends over NCCL.
             PeerError: the same on another rank.
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
@@ -328,6 +329,7 @@ class LocalCheckpointManager:
         directory, clique = self._directory, Communicator([comm.rank])
 
         def look() -> str:
+            self._lock = directory.lock(comm.rank)
             if self._running is None:  # else its files have no names yet
                 directory.remove_stale_files(comm.rank)
             return "" if comm.rank else directory.training_id()

@@ -103,10 +103,16 @@ class LocalScan:
 def scan_local(root: Path) -> LocalScan | None:
     """What there is of local checkpoints; None where there is nothing, not even a stale file.
 
-    ``root`` is what a manager was given, one session's directory in it, one rank's in that, or the
-    directory of one checkpoint of the backend. If it does not exist: CheckpointNotFoundError.
+    ``root`` is what a manager was given, one session's directory in it, one rank's in that, one
+    shard's file, the directory of one checkpoint of the backend, or one in which several of these
+    are, as of all nodes of a clique. If it does not exist: CheckpointNotFoundError.
     """
     root = root.absolute()
+    shard_id = parsed_name(root.name)
+    if shard_id is not None and root.is_file():
+        nbytes = root.stat().st_size
+        copy = _copy(root.parent, root.name, shard_id, shard_id.global_rank, nbytes)
+        return LocalScan(root.parent, (copy,), (), (copy.damage,) if copy.damage else ())
     require_directory(root)
     top = read_folder(root, "")
     marker, _ = checked_marker(Directory(root))
@@ -174,7 +180,7 @@ def _rank_folders(root: Path, folder: Folder, depth: int = _MAX_DEPTH) -> Iterat
     if RANK.fullmatch(os.path.basename(folder.key or root)):  # noqa: PTH119 - of a text or a path
         yield folder
     for name in folder.folders if depth else ():
-        if depth == _MAX_DEPTH or RANK.fullmatch(name) or SESSION.fullmatch(name):
+        if depth > 1 or RANK.fullmatch(name) or SESSION.fullmatch(name):
             yield from _rank_folders(root, read_folder(root, folder.path_of(name)), depth - 1)
 
 
@@ -195,12 +201,15 @@ def _copies(root: Path, folder: Folder) -> Iterator[StoredCopy]:
         shard_id = parsed_name(name)
         if shard_id is None:
             continue
-        path, shard, damage = folder.path_of(name), None, None
-        try:
-            _, shard = open_shard(Directory(root), path)
-        except CheckpointError as error:
-            damage = _damaged(root, path, error)
-        yield StoredCopy(shard_id, path, holder, folder.files.get(name, 0), shard, damage)
+        yield _copy(root, folder.path_of(name), shard_id, holder, folder.files.get(name, 0))
+
+
+def _copy(root: Path, path: str, shard_id: LocalShardId, holder: int, nbytes: int) -> StoredCopy:
+    try:
+        _, shard = open_shard(Directory(root), path)
+    except CheckpointError as error:
+        return StoredCopy(shard_id, path, holder, nbytes, None, _damaged(root, path, error))
+    return StoredCopy(shard_id, path, holder, nbytes, shard)
 
 
 def _compare_common_files(

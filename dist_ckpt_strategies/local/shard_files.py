@@ -19,7 +19,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dist_ckpt_strategies.core.array import ObjectId
-from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
+    CorruptCheckpointError,
+    StorageError,
+)
 from dist_ckpt_strategies.formats.course import Resumed
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.pack_header import OpenedPack, open_pack
@@ -125,6 +129,27 @@ class ShardFile(NamedTuple):
         return f"{self.holder}/{self.shard_id}{SUFFIX}"
 
 
+class Lock:
+    """Locks an open directory for this process, for as long as something refers to the lock."""
+
+    def __init__(self, handle: int) -> None:
+        self.close = weakref.finalize(self, os.close, handle)
+        self.has_it = try_lock(handle)
+
+
+_LOCKS: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
+"""Of this process, whose managers of one directory share a lock; a forked one has none."""
+
+
+def _forget_locks() -> None:
+    for lock in _LOCKS.values():
+        lock.close()
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
 class ShardDirectory:
     """All shards below one directory of a node, whichever rank put them there.
 
@@ -185,6 +210,30 @@ class ShardDirectory:
     def holder_directory(self, global_rank: int) -> Path:
         """Where a rank keeps its shards."""
         return self.root / str(global_rank)
+
+    def lock(self, holder: int) -> Lock:
+        """The lock of a rank's directory, which it has to keep while it saves there.
+
+        Raises:
+            CheckpointChangedError: another process has it.
+        """
+        path = self.holder_directory(holder)
+        with file_errors(None, path):
+            make_directories(path)
+            status = path.stat()
+            inode = status.st_dev, status.st_ino
+            found = _LOCKS.get(inode)
+            if found is None:
+                found = _LOCKS[inode] = Lock(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            if found.has_it:
+                return found
+            found.close()
+            del _LOCKS[inode]
+        raise CheckpointChangedError(
+            f"{path}: another job saves local checkpoints here; wait for its end, or give this one "
+            "a session_id or a directory of its own",
+            path=str(path),
+        )
 
     def remove_stale_files(self, holder: int) -> None:
         """Remove stale files of killed saves of this rank.

@@ -92,6 +92,26 @@ def test_a_root_a_session_and_a_ranks_directory_will_do(place: str, session: Pat
     assert json_of("verify", (session / place).resolve())["whole"] is True
 
 
+def test_a_file_and_the_directories_of_a_whole_clique_will_do(session: Path) -> None:
+    file = file_of(session, 0, 100, 2)
+    other = copied(session.parent, session.parents[1] / "clique" / "b") / session.name
+    here = copied(session.parent, session.parents[1] / "clique" / "a") / session.name
+    shutil.rmtree(other / "0")
+    flip_at(file_of(here, 0, 100, 2), 2_000_000)
+
+    assert [one["owners"] for one in json_of("inspect", file)["iterations"]] == [[2]]
+    assert json_of("verify", file)["whole"] is True
+    found = json_of("inspect", here.parents[1])
+    assert [(one["owners"], one["num_copies"]) for one in found["iterations"]] == [
+        ([0, 1, 2, 3], 8),  # of ranks 0 and 1 one more, see above
+        ([0, 1, 2, 3], 6),
+    ]
+    problem, key, path = issues_of(here.parents[1])[0]
+    assert (problem, key, path) == ("damaged", "model.w", f"a/run-7/0/{file.name}")
+    flip_at(file, 60)
+    assert run("verify", file).exit_code == run("inspect", file).exit_code == 1
+
+
 def test_verify_lists_what_is_damaged_by_file_and_tensor_and_inspect_what_headers_show(
     session: Path,
 ) -> None:

@@ -230,8 +230,8 @@ def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(
     flock, taken = fcntl.flock, list[Path]()
 
     def take_first(handle: int, how: int) -> None:
-        if not taken:
-            taken.extend((tmp_path / "0").iterdir())
+        if not taken and (begun := [*(tmp_path / "0").iterdir()]):  # the directory is locked before
+            taken.extend(begun)
             taken[0].unlink()
         flock(handle, how)
 

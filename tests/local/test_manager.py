@@ -37,6 +37,7 @@ from tests.local.clique_worlds import (
 )
 from tests.support.leaks import open_files_below, threads_left
 from tests.support.processes import until
+from tests.support.ranks import run_processes
 from tests.support.system_calls import before_calls
 from tests.support.thread_ranks import ThreadCommunicator
 
@@ -211,6 +212,36 @@ def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Pat
 
 class Unknown:
     """A class that is not allowed."""
+
+
+def saves_beside(rank: int, root: Path) -> list[Any]:
+    """Body of a process, which is a job of its own; the second comes while the first saves."""
+    manager = LocalCheckpointManager(root, "run")
+
+    def save(iteration: int) -> Any:
+        manager = LocalCheckpointManager(root, "run")  # as in an attempt of its own
+        return outcome(lambda: manager.save(state_of(rank, iteration), iteration))
+
+    if rank == 0:
+        manager.save(state_of(rank, 10), 10)
+        (root / "saved").touch()
+        until((root / "refused").exists)
+        return [save(20), manager.find_latest()]
+    until((root / "saved").exists)
+    found = save(5), manager.find_latest()
+    (root / "refused").touch()
+    until(lambda: save(5)[0] == "ok")  # once the other has ended
+    return [*found, manager.find_latest()]
+
+
+@pytest.mark.multiprocess
+def test_a_second_job_of_a_session_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
+    first, second = run_processes(2, saves_beside, tmp_path, makes_group=False)
+
+    assert first == [("ok", "None"), 20]
+    (kind, text), *found = second
+    assert (kind, found) == ("CheckpointChangedError", [10, 5])
+    assert "another job saves local checkpoints here" in text
 
 
 def test_a_request_that_fails_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
