@@ -34,7 +34,8 @@ def _section(command: Any) -> Iterator[str]:
     yield f"## {command.name}\n"
     yield f"{command.help}\n"
     with typer.Context(command, info_name=f"dist-ckpt {command.name}") as context:
-        shown = [_row(one) for one in command.get_params(context) if one.name != "help"]
+        found = command.get_params(context)
+    shown = [_row(one) for one in found if one.name != "help" and not getattr(one, "hidden", False)]
     yield "| | default | |\n|---|---|---|"
     yield "\n".join(shown) + "\n"
     example, _, status = command.epilog.partition("\n\n")

@@ -9,6 +9,8 @@ Options have torchrun's names and meanings where it has them.
 import itertools
 import os
 import select
+import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -24,7 +26,13 @@ from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import PeerLostError, PlanError
 from dist_ckpt_strategies.inprocess.elastic_agent import ElasticAgent
-from dist_ckpt_strategies.inprocess.job import FENCED, NODE_MISSING, Job, Nodes
+from dist_ckpt_strategies.inprocess.job import (
+    FENCED,
+    NODE_MISSING,
+    Job,
+    Nodes,
+    script_command,
+)
 
 _LOOK_S = 0.2
 _PATIENCE_S = 5.0
@@ -56,30 +64,36 @@ class _Output:
     """Writes workers' lines to the terminal, and to files where torchrun's options ask for them."""
 
     def __init__(
-        self, num_ranks: int, run_id: str, log_dir: str | None, redirects: str, tee: str
+        self, job: Job, log_dir: str | None, redirects: str, tee: str, local_ranks_filter: str
     ) -> None:
+        num_ranks = job.num_ranks
         self.signals: Sequence[int] = ()
         self._num_lost: Counter[IO[Any]] = Counter()
         self._num_ranks = num_ranks
         self._files: dict[tuple[int, str], BinaryIO] = {}
-        self._shown = set(itertools.product(range(num_ranks), ("stdout", "stderr")))
+        try:
+            ranks = [int(rank) for rank in local_ranks_filter.split(",") if rank]
+        except ValueError:
+            text = f"--local-ranks-filter: expected numbers such as 0,1, found {local_ranks_filter}"
+            raise PlanError(text) from None
+        self._shown = set(itertools.product(ranks or range(num_ranks), ("stdout", "stderr")))
         if log_dir is None and redirects == tee == "0":
             return
         try:
             specs = DefaultLogsSpecs(log_dir, Std.from_str(redirects), Std.from_str(tee))
         except ValueError as error:
             raise PlanError(f"--redirects, --tee: {error}") from error
-        variables = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
+        variables = {"TORCHELASTIC_RUN_ID": job.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
         found = specs.reify({rank: dict(variables) for rank in range(num_ranks)})
-        for name, paths, shown in (
+        for name, paths, teed in (
             ("stdout", found.stdouts, found.tee_stdouts),
             ("stderr", found.stderrs, found.tee_stderrs),
         ):
             for rank, path in paths.items():
                 if path:
                     self._files[rank, name] = Path(path).open("ab", buffering=0)  # noqa: SIM115
-                    if rank not in shown:
-                        self._shown.remove((rank, name))
+                    if rank not in teed:
+                        self._shown.discard((rank, name))
 
     def write_note(self, text: str) -> None:
         """Write what happens to a worker."""
@@ -129,11 +143,13 @@ def nodes_of(
     nnodes: str, endpoint: str, backend: str, num_ranks: int, **options: Any
 ) -> Nodes | None:
     """The nodes of a job; None where it has this one alone, and needs no other to find it."""
-    if backend != "c10d":
+    if backend not in {"c10d", "static"}:
         raise PlanError(
-            f"--rdzv-backend: expected c10d, a TCPStore, found {backend!r}; etcd, etcd-v2 and "
-            "static are not supported"
+            f"--rdzv-backend: expected c10d or static, a TCPStore, found {backend!r}; etcd and "
+            "etcd-v2 are not supported"
         )
+    least, _, most = nnodes.partition(":")
+    nnodes = least if least == most else nnodes
     if not nnodes.isdecimal() or int(nnodes) < 1:
         raise PlanError(
             f"--nnodes: expected a number, found {nnodes!r}; the world of a job does not change, "
@@ -153,6 +169,37 @@ def nodes_of(
     return Nodes(int(nnodes), num_ranks, endpoint=(host, number), **options)
 
 
+def command_of(
+    script: str, args: Sequence[str], *, is_module: bool, is_program: bool, is_store_only: bool
+) -> tuple[str, ...]:
+    """What each worker runs; a PlanError if that is nothing."""
+    if is_store_only and script:
+        raise PlanError(f"--store-only: the store's process runs no script, found {script}")
+    if is_program and is_module:
+        raise PlanError("--no-python: a module needs Python, leave out --module")
+    program = shutil.which(script) if is_program else None
+    if is_program and program is None:
+        raise PlanError(f"SCRIPT: expected a program, found {script or 'nothing'}")
+    if not (is_module or is_program or is_store_only or Path(script).is_file()):
+        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
+    if program is not None:
+        return program, *args
+    return script_command(script, args, is_module=is_module)
+
+
+def signals_of(names: str) -> tuple[int, ...]:
+    """The numbers of signals that a process can handle, given their names."""
+    found = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    if not all(isinstance(one, signal.Signals) for one in found) or {
+        signal.SIGKILL,
+        signal.SIGSTOP,
+    }.intersection(found):
+        raise PlanError(
+            f"--signals-to-handle: expected names such as SIGTERM,SIGUSR1, found {names!r}"
+        )
+    return tuple(map(int, filter(None, found)))
+
+
 def ranks_of(nproc_per_node: str) -> int:
     """How many ranks a node has: a number, or one per device with gpu, cpu or auto."""
     try:
@@ -164,10 +211,10 @@ def ranks_of(nproc_per_node: str) -> int:
     return int(found)
 
 
-def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> int:
+def run_script(job: Job, *output_options: Any) -> int:
     """Run this node of a job in the foreground; its exit code. Without a store the process ends.
 
-    Workers' lines go where torchrun's options of these names say.
+    Workers' lines go where torchrun's options say: see ``_Output``.
     """
     try:
         get_logging_handler(job.event_log_handler)
@@ -175,8 +222,7 @@ def run_script(job: Job, *, log_dir: str | None, redirects: str, tee: str) -> in
         raise PlanError(
             f"--event-log-handler: expected null or console, found {job.event_log_handler!r}"
         ) from None
-    run_id = job.nodes.run_id if job.nodes else "none"
-    output = _Output(job.num_ranks, run_id, log_dir, redirects, tee)
+    output = _Output(job, *output_options)
     try:
         agent = ElasticAgent(job, environment(), output.write_line, output.write_note)
     except PeerLostError as error:

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from uuid import uuid4
@@ -37,7 +37,6 @@ from dist_ckpt_strategies.inprocess.workers import Workers
 
 __all__ = ["ElasticAgent", "Job", "script_command"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_S = 1.0
 _POLL_S = 0.1
 _LEAVE_S = 5.0
@@ -98,7 +97,7 @@ class ElasticAgent:
         Raises:
             RestartError: workers have died too often, or one after others had finished.
         """
-        with _noting(self.signals, self._inbox):
+        with _noting(self._job.signals, self.signals, self._inbox):
             try:
                 self._run_until_the_end()
             except PeerLostError as error:  # of the store, or the guard
@@ -155,10 +154,7 @@ class ElasticAgent:
         """Do what the place's thread asks for; end if the guard has fired."""
         for news in self._inbox.take():
             match news:
-                case Placed(None):
-                    for _ in range(self._job.num_ranks + self._job.num_spares):
-                        self._workers.start(None)
-                case Placed(int(place)):
+                case Placed(place):
                     self._take_place(place)
                 case Ended(code, why):
                     self._end(code, why)
@@ -167,14 +163,19 @@ class ElasticAgent:
         if self._workers.is_fenced:
             self._end(FENCED, self._workers.why_fenced())
 
-    def _take_place(self, place: int) -> None:
-        """Start the workers of a place of the job, or give it to those that wait."""
-        self._failures.place = place
-        first = place * self._job.num_ranks
-        for rank in range(first, first + self._job.num_ranks):
-            self._assign(rank)
+    def _take_place(self, place: int | None) -> None:
+        """Start the workers of a place of the job, or give it to those that wait; None: wait."""
+        if self.signals:  # the place is given up at once
+            return
+        num_ranks, num_waiting = self._job.num_ranks, self._job.num_spares
+        if place is None:
+            num_waiting += num_ranks
+        else:
+            self._failures.place = place
+            for rank in range(place * num_ranks, (place + 1) * num_ranks):
+                self._assign(rank)
         num_spares = sum(worker.rank is None for worker in self._workers)
-        for _ in range(num_spares, self._job.num_spares):
+        for _ in range(num_spares, num_waiting):
             self._workers.start(None)
 
     def _assign(self, rank: int) -> WorkerProcess | None:
@@ -205,6 +206,7 @@ class ElasticAgent:
         """Do what the end of a worker asks for."""
         code, rank = self._workers.remove(worker), worker.rank
         if self.signals:  # one to all processes, or passed on
+            self._note_end(worker, code)
             return
         if rank is None:
             self._lose_spare(worker, code, self._failures.reason(worker, code))
@@ -216,6 +218,13 @@ class ElasticAgent:
             self._finish(rank)
         else:
             self._lose_rank(worker, rank, code)
+
+    def _note_end(self, worker: WorkerProcess, code: int) -> None:
+        """Note a rank that has ended well after a signal, with those of the other nodes."""
+        with suppress(PeerLostError):
+            restart_round = None if code else self._state.joined(worker.name)
+            if restart_round is not None and self._state.is_done(restart_round):
+                self._finished.add(worker.rank or 0)
 
     def _is_done(self, worker: WorkerProcess) -> bool:
         """Whether a worker has not joined a restart round, or has finished it with all others."""
@@ -328,7 +337,8 @@ class ElasticAgent:
                 self._await_ends(limit_s)
 
     def _leave(self, limit_s: float) -> None:
-        self._place.leave(self.signals, limit_s, is_fenced=self._is_fenced)
+        is_done = len(self._finished) == self._job.num_ranks
+        self._place.leave(self.signals, limit_s, is_fenced=self._is_fenced, is_done=is_done)
 
     def _await_ends(self, limit_s: float) -> None:
         """Signal the workers, and wait until they end, the limit or the next signal."""
@@ -344,7 +354,7 @@ class ElasticAgent:
         left_s = limit_s
         while self._workers and left_s > 0 and num_signals == len(self.signals):
             for worker in self._workers.wait(min(_POLL_S, left_s)):
-                self._workers.remove(worker)
+                self._note_end(worker, self._workers.remove(worker))
             self._read_news()
             left_s = began + limit_s - time.monotonic()
         ranks = sorted(worker.rank for worker in self._workers if worker.rank is not None)
@@ -388,8 +398,8 @@ class _Inbox:
 
 
 @contextmanager
-def _noting(received: list[int], inbox: _Inbox) -> Iterator[None]:
-    """While this is open, signals to end are noted in the list, and have no other effect.
+def _noting(signals: Sequence[int], received: list[int], inbox: _Inbox) -> Iterator[None]:
+    """While this is open, these signals are noted in the list, and have no other effect.
 
     A SIGHUP that is ignored, as under nohup, stays so.
     """
@@ -400,7 +410,7 @@ def _noting(received: list[int], inbox: _Inbox) -> Iterator[None]:
 
     before = {
         number: signal.signal(number, note)
-        for number in _SIGNALS
+        for number in signals
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
     try:

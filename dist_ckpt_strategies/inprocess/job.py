@@ -1,5 +1,6 @@
 """What an elastic agent runs, what its workers are told, and what it hears of its place."""
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Job:
         shutdown_timeout_s: seconds that workers have to end by themselves after a signal.
         nodes: nodes of the job; None: this one alone, with a store of its own.
         event_log_handler: torch's name of the handler of its events.
+        role: name of the workers, for their variables.
+        signals: what ends the job, and is passed on to the workers.
     """
 
     command: tuple[str, ...]
@@ -71,6 +74,8 @@ class Job:
     shutdown_timeout_s: float = 30.0
     nodes: Nodes | None = None
     event_log_handler: str = "null"
+    role: str = "default"
+    signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
     @property
     def run_id(self) -> str:
@@ -116,7 +121,7 @@ def worker_environment(
     return {
         **num_threads,
         "TORCHELASTIC_RUN_ID": job.run_id,
-        "ROLE_NAME": "default",
+        "ROLE_NAME": job.role,
         "PYTHONUNBUFFERED": "1",
         **given,
         "MASTER_ADDR": host,

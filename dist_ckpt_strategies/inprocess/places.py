@@ -109,13 +109,13 @@ class OnlyPlace:
         self._post(Ended(code, why))
 
     def announce_leave(self) -> None:
-        """See Places: no other node is there to hear it."""
+        """See Places."""
 
     def is_handed_over(self, _restart_round: int) -> bool:
         """See Places."""
         return False
 
-    def leave(self, _signals: Sequence[int], _patience_s: float, *, is_fenced: bool) -> None:
+    def leave(self, *_: object, **__: object) -> None:
         """See Places."""
 
 
@@ -191,11 +191,13 @@ class Places:
         num_free = int(self._store.get(f"spares/{restart_round}") or 0)
         return 0 < num_leaving <= num_free and not self._state.has_finished()
 
-    def leave(self, signals: Sequence[int], patience_s: float, *, is_fenced: bool) -> None:
+    def leave(
+        self, signals: Sequence[int], wait_s: float, *, is_fenced: bool, is_done: bool
+    ) -> None:
         """Leave the job, once no worker of this node is left.
 
         ``signals`` have ended this agent. A store that is hosted here stays until the others have
-        gone, whose workers may take ``patience_s``, or until a second signal. A node that is fenced
+        gone, whose workers may take ``wait_s``, or until a second signal. A node that is fenced
         leaves nothing behind: the place may be another's.
         """
         self._is_stopped = True
@@ -208,9 +210,9 @@ class Places:
                 self.close(SIGNAL_CODE + signals[0], "the host of the store was asked to end")
             if self._closed is not None:
                 self._store.set(f"gone/{self.node}", "1")
-                self._await_others(signals, self._nodes.ttl_s + patience_s)
+                self._await_others(signals, self._nodes.ttl_s + wait_s)
             elif self._key and not self._is_done():
-                self._write(f"{self.node}#{_LEFT}")
+                self._write(f"{self.node}#{_DONE if is_done else _LEFT}")
         self._store.close()
 
     def connect(self, on_note: Callable[[str], object]) -> JobStore:
@@ -441,10 +443,8 @@ def _hosted(nodes: Nodes) -> Any:
 
 def _is_of_this_machine(host: str) -> bool:
     with suppress(OSError):  # no such name, or an address of another machine
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        ):
-            with socket.socket(family, kind, protocol) as probe:
+        for family, kind, number, _, address in socket.getaddrinfo(host, 0, 0, socket.SOCK_STREAM):
+            with socket.socket(family, kind, number) as probe:
                 probe.bind(address)
                 return True
     return False

@@ -76,6 +76,11 @@ WRONG_RUN_OPTIONS = (
     "--spare-nodes 1",
     "--tee 7",
     "--event-log-handler kafka",
+    "--rdzv_conf join_timeout=9",
+    "--virtual-local-rank",
+    "--signals-to-handle SIGKILL",
+    "--local-ranks-filter one",
+    "--no-python",
 )
 
 

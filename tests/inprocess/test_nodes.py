@@ -166,6 +166,49 @@ def test_an_evicted_node_hands_over_or_ends_the_job_and_no_rank_counts_as_dead(
     assert codes == ([143, 0, 0, 0] if has_spare else [143, 143, 143]), agents.output(other)
 
 
+def test_a_node_whose_ranks_return_after_a_signal_with_all_others_needs_no_other_node(
+    agents: Agents,
+) -> None:
+    job, body = ("--nnodes", "2"), LEAVES.replace("sys.exit(143)", "return")
+    store = agents.start_node(body, "--store-only", *job)
+    told, other = (agents.join(body, *job, "--node-rank", n) for n in "01")
+    for rank in range(2):
+        agents.worker(f"trains{rank}")
+
+    told.terminate()
+
+    assert [agents.code(one) for one in (told, other, store)] == [143, 0, 0]
+
+
+def test_a_spare_node_that_is_told_to_end_starts_nothing_in_a_place_that_it_gets_by_then(
+    agents: Agents,
+) -> None:
+    body = """
+def leave(*_):
+    Path(f"told.{os.getpid()}").touch()
+    try: os.mkdir("one has left")
+    except FileExistsError: wait_for("leave")
+    os._exit(143)
+signal.signal(signal.SIGTERM, leave if rank is None else signal.SIG_DFL)
+wait_for("never", 600)
+"""
+    job = ("--nnodes", "1", "--spare-nodes", "1")
+    agents.start_node(body, "--store-only", *job)
+    first = agents.start_node(body, *job)
+    agents.worker("rank0")
+    spare = agents.join(body, *job, "--spares", "1")
+    until(lambda: len(agents.pids("spare")) == 2)
+
+    spare.terminate()
+    until(lambda: len(agents.pids("told")) == 2)
+    first.terminate()
+    until(lambda: "this node has place 0" in agents.output(spare))
+    (agents.directory / "leave").touch()
+
+    assert agents.code(spare) == 143
+    assert len(agents.pids("spare")) == 2
+
+
 def test_a_store_that_is_asked_to_end_stays_until_the_ranks_have_saved(agents: Agents) -> None:
     body = """
 def save(*_):

@@ -34,6 +34,28 @@ sys.exit(9 if os.environ["RANK"] == "0" else 0)
     assert "error: 2 workers have died (rank 0 2x), 1 restarts are allowed" in err
 
 
+def test_torchruns_other_options_and_variables_have_their_meaning(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))
+print("role", os.environ["ROLE_NAME"])
+Path(f"up.{os.getpid()}").touch()
+wait_for("never")
+"""
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    monkeypatch.setenv("PET_ROLE", "trainer")
+    options = ("--standalone", "--nnodes=1:1", "--rdzv_backend=static", "--monitor-interval", "1")
+    agent = agents.start(body, *options, "--local-ranks-filter=1", "--signals-to-handle=SIGUSR1")
+    until(lambda: len(agents.pids("up")) == 2)
+
+    agent.send_signal(signal.SIGUSR1)
+
+    assert agents.code(agent) == 128 + signal.SIGUSR1
+    assert "[1] role trainer" in agents.output(agent)
+    assert "[0]" not in agents.output(agent)
+
+
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&- 2>&-"])
 def test_no_job_ends_for_a_line_that_cannot_be_written(redirection: str, agents: Agents) -> None:
     body = f"{PRINTS}Path('ran').touch()"

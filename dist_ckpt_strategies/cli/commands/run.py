@@ -1,12 +1,10 @@
 """Arguments of ``run``. They have torchrun's names and meanings where it has them."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dist_ckpt_strategies.cli.command import Debug, command, flag, value
-from dist_ckpt_strategies.errors import PlanError
 
 Script = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
@@ -51,11 +49,14 @@ ShutdownTimeout = Annotated[
         help="How long workers may take to save and end after a signal; then they are killed.",
     ),
 ]
+Standalone = Annotated[
+    bool, flag("--standalone", help="This node alone, whatever the --rdzv options say.")
+]
 NumNodes = Annotated[str, typer.Option(metavar="N", help="Nodes that have ranks.")]
 NodeRank = Annotated[
     int | None, value(metavar="N", min=0, help="The node's place in the job, if it is vacant.")
 ]
-Backend = Annotated[str, typer.Option(metavar="NAME", help="c10d: a TCPStore.")]
+Backend = Annotated[str, typer.Option(metavar="NAME", help="c10d, a TCPStore; static is the same.")]
 Endpoint = Annotated[
     str,
     value(
@@ -63,6 +64,10 @@ Endpoint = Annotated[
         help="Where the nodes find each other: a store, hosted by the agent whose address it is.",
     ),
 ]
+MasterAddr = Annotated[
+    str | None, value(metavar="HOST", help="The host of --rdzv-endpoint, in its place.")
+]
+MasterPort = Annotated[int, typer.Option(metavar="PORT", help="Beside --master-addr.")]
 JobId = Annotated[str, typer.Option(metavar="ID", help="Name of the job.")]
 StoreOnly = Annotated[
     bool, flag("--store-only", help="Host the store, and run no ranks; takes no SCRIPT.")
@@ -97,15 +102,53 @@ LogDir = Annotated[
 Redirects = Annotated[
     str,
     typer.Option(
+        "--redirects",
+        "-r",
         metavar="STD",
         help="Write output to files: 1 stdout, 2 stderr, 3 both; 0:1,1:2 by local rank.",
     ),
 ]
-Tee = Annotated[str, typer.Option(metavar="STD", help="Write output to files and to the terminal.")]
+Tee = Annotated[
+    str,
+    typer.Option("--tee", "-t", metavar="STD", help="Write output to files and to the terminal."),
+]
+LocalRanks = Annotated[
+    str, value(metavar="RANKS", help="Local ranks whose output is shown: 0,1; spares are shown.")
+]
 EventLogHandler = Annotated[
     str, value(metavar="NAME", help="Where torch's events go: null or console.")
 ]
+Role = Annotated[str, typer.Option(metavar="NAME", help="ROLE_NAME of the workers.")]
+Signals = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="Signals that end the job; they are passed on to the workers.",
+    ),
+]
+NoPython = Annotated[bool, flag("--no-python", help="SCRIPT is a program, not a Python file.")]
 IsModule = Annotated[bool, flag("--module", "-m", help="SCRIPT names a module.")]
+
+WithoutEffect = Annotated[str | None, typer.Option(hidden=True)]
+"""An option of torchrun's that changes nothing here; see docs/cli.md."""
+
+_REFUSED = {
+    "rdzv-conf": "use --node-wait for join_timeout, --node-ttl for keep_alive_interval",
+    "logs-specs": "use --log-dir, --redirects and --tee",
+    "duplicate-stdout-filters": "use --tee, or a pipe",
+    "duplicate-stderr-filters": "use --tee, or a pipe",
+    "numa-binding": "bind in the script, by LOCAL_RANK",
+    "run-path": "leave it out, the script is run by Python",
+    "virtual-local-rank": "set CUDA_VISIBLE_DEVICES in the script, from LOCAL_RANK",
+}
+
+
+def _option(name: str) -> str:
+    """The name of an option as it is declared; torchrun's have an underscore, too."""
+    name = name.replace("_", "-")
+    if name in _REFUSED:
+        raise typer.BadParameter(f"torchrun's --{name} has no equal here: {_REFUSED[name]}")
+    return name
 
 
 @command(
@@ -115,7 +158,8 @@ IsModule = Annotated[bool, flag("--module", "-m", help="SCRIPT names a module.")
     "ranks had to be killed, 130 interrupted, 128 plus its number for another signal.",
     context_settings={
         "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # as torchrun
+        "auto_envvar_prefix": "PET",  # as torchrun
+        "token_normalize_func": _option,
     },
 )
 def run(
@@ -127,10 +171,13 @@ def run(
     max_restarts: MaxRestarts = 16,
     heartbeat_timeout: HeartbeatTimeout = 30.0,
     shutdown_timeout: ShutdownTimeout = 30.0,
+    standalone: Standalone = False,
     nnodes: NumNodes = "1",
     node_rank: NodeRank = None,
     rdzv_backend: Backend = "c10d",
     rdzv_endpoint: Endpoint = "",
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = 29500,
     rdzv_id: JobId = "none",
     store_only: StoreOnly = False,
     spare_nodes: SpareNodes = 0,
@@ -139,8 +186,15 @@ def run(
     log_dir: LogDir = None,
     redirects: Redirects = "0",
     tee: Tee = "0",
+    local_ranks_filter: LocalRanks = "",
     event_log_handler: EventLogHandler = "null",
+    role: Role = "default",
+    signals_to_handle: Signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    no_python: NoPython = False,
     is_module: IsModule = False,
+    monitor_interval: WithoutEffect = None,
+    start_method: WithoutEffect = None,
+    local_addr: WithoutEffect = None,
     debug: Debug = False,
 ) -> int:
     """Run a training script on the ranks of this node, and replace workers that die.
@@ -151,26 +205,18 @@ def run(
 
     Run the same command on each of several nodes. If a node is lost, a spare node takes its place.
     """
-    from dist_ckpt_strategies.cli.run import nodes_of, ranks_of, run_script  # noqa: PLC0415
-    from dist_ckpt_strategies.inprocess.job import Job, script_command  # noqa: PLC0415
+    from dist_ckpt_strategies.cli import run as launcher  # noqa: PLC0415
+    from dist_ckpt_strategies.inprocess.job import Job  # noqa: PLC0415
 
-    if store_only and script:
-        raise PlanError(f"--store-only: the store's process runs no script, found {script}")
-    if not is_module and not store_only and not Path(script).is_file():
-        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
-    num_ranks = ranks_of(nproc_per_node)
-    options: dict[str, Any] = {
-        "run_id": rdzv_id,
-        "ttl_s": node_ttl,
-        "wait_s": node_wait,
-        "node_rank": node_rank,
-    }
-    options |= {"num_spare_nodes": spare_nodes, "is_store_only": store_only}
-    nodes = nodes_of(nnodes, rdzv_endpoint, rdzv_backend, num_ranks, **options)
-    job = Job(
-        script_command(script, args or (), is_module=is_module),
-        *(num_ranks, spares, max_restarts, heartbeat_timeout, shutdown_timeout),
-        nodes=nodes,
-        event_log_handler=event_log_handler,
-    )
-    return run_script(job, log_dir=log_dir, redirects=redirects, tee=tee)
+    kind = {"is_module": is_module, "is_program": no_python, "is_store_only": store_only}
+    words = launcher.command_of(script, args or (), **kind)
+    num_ranks = launcher.ranks_of(nproc_per_node)
+    options: dict[str, Any] = {"run_id": rdzv_id, "ttl_s": node_ttl, "wait_s": node_wait}
+    options |= {"node_rank": node_rank, "num_spare_nodes": spare_nodes, "is_store_only": store_only}
+    where = rdzv_endpoint or (f"{master_addr}:{master_port}" if master_addr else "")
+    where = "" if standalone else where
+    nodes = launcher.nodes_of(nnodes, where, rdzv_backend, num_ranks, **options)
+    limits = num_ranks, spares, max_restarts, heartbeat_timeout, shutdown_timeout
+    signals = launcher.signals_of(signals_to_handle)
+    job = Job(words, *limits, nodes, event_log_handler, role, signals)
+    return launcher.run_script(job, log_dir, redirects, tee, local_ranks_filter)
