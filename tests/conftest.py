@@ -22,7 +22,7 @@ settings.load_profile("suite")
 
 
 _LONG = (
-    *("cluster", "faults/test_campaign.py", "packaging", "stores"),
+    *("cluster", "faults/test_campaign.py", "packaging", "seams", "stores"),
     *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
     *("inprocess/test_nodes.py", "test_doc_scripts.py", "test_recovery_page.py"),
 )
