@@ -12,7 +12,9 @@ from dist_ckpt_strategies.inprocess.abort import (
 from dist_ckpt_strategies.inprocess.attempt import RankShouldRestart
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, Finalize
 from dist_ckpt_strategies.inprocess.health_check import (
+    ChainedHealthCheck,
     CudaHealthCheck,
+    FaultCounter,
     HealthCheck,
     HPState,
 )
@@ -22,11 +24,13 @@ from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 __all__ = [
     "Abort",
     "AbortTransformerEngine",
+    "ChainedHealthCheck",
     "CheckpointlessAbortManager",
     "CheckpointlessFinalizeCleanup",
     "Compose",
     "CudaHealthCheck",
     "Fault",
+    "FaultCounter",
     "FaultMode",
     "Finalize",
     "HPAbortTorchDistributed",

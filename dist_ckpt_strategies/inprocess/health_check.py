@@ -78,3 +78,46 @@ class CudaHealthCheck(HealthCheck):
             except RuntimeError as error:
                 raise RestartError(f"{what}: {error}") from error
         return state, train_ex
+
+
+class FaultCounter(HealthCheck):
+    """Limits the number of faults of this rank.
+
+    Args:
+        max_faults: number of faults allowed; None: unlimited.
+    """
+
+    def __init__(self, max_faults: int | None = None) -> None:
+        self.max_faults = max_faults
+        self.num_faults = 0
+
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
+        """See HealthCheck.
+
+        Raises:
+            RestartError: it has raised more.
+        """
+        if state.fault is not None and state.fault.global_rank == state.rank:
+            self.num_faults += 1
+        if self.max_faults is not None and self.num_faults > self.max_faults:
+            raise RestartError(
+                f"rank {state.rank}: {self.num_faults} faults, {self.max_faults} allowed"
+            )
+        return state, train_ex
+
+
+class ChainedHealthCheck(HealthCheck):
+    """Runs several checks in order; the first exception is raised.
+
+    Args:
+        checks: the checks.
+    """
+
+    def __init__(self, *checks: HealthCheck) -> None:
+        self.checks = checks
+
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
+        """See HealthCheck."""
+        for check in self.checks:
+            state, train_ex = check(state, train_ex)
+        return state, train_ex

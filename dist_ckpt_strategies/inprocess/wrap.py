@@ -77,7 +77,7 @@ class HPWrapper:
             last part first, as NVRx does.
         finalize: called with the state between two attempts.
         health_check: called with the state and the exception of the function; if it raises, this
-            process ends. CudaHealthCheck is one.
+            process ends. CudaHealthCheck, FaultCounter, ChainedHealthCheck.
         hp_api_factory: creates the rendezvous client; None: the one that the environment names.
         abort_timeout: longest time from a fault until the function has been left; then the process
             ends with code 86. None: 60.

@@ -21,9 +21,12 @@ from dist_ckpt_strategies.inprocess.abort import (
 )
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
 from dist_ckpt_strategies.inprocess.health_check import (
+    ChainedHealthCheck,
     CudaHealthCheck,
+    FaultCounter,
     HPState,
 )
+from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode
 
 STATE = HPState(rank=1, world_size=4, restart_round=3, attempt=2)
 
@@ -140,6 +143,21 @@ def test_a_device_that_fails_or_stays_silent_is_not_healthy(
     with pytest.raises(TimeoutError, match=r"CUDA device 0 did not answer within 0\.05 s"):
         CudaHealthCheck(dt.timedelta(seconds=0.05))(STATE)
     released.set()
+
+
+def fault_of(rank: int) -> HPState:
+    fault = Fault(rank, 3, FaultMode.EXCEPTION, "a test")
+    return HPState(rank=1, world_size=4, restart_round=3, attempt=2, fault=fault)
+
+
+def test_only_this_ranks_faults_are_counted() -> None:
+    check = ChainedHealthCheck(FaultCounter(max_faults=1))
+
+    check(fault_of(0))
+    check(fault_of(1))
+    check(fault_of(2))
+    with pytest.raises(RestartError, match="rank 1: 2 faults, 1 allowed"):
+        check(fault_of(1))
 
 
 def test_a_process_that_never_used_cuda_passes() -> None:
