@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePath
 from uuid import uuid4
 
@@ -32,7 +33,7 @@ from dist_ckpt_strategies.storage.files import (
     set_aside,
     sync_path,
 )
-from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ OLD_MARKER_NAME = REMOVED_PREFIX + MARKER_NAME
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata|integrity\.json")
 """What torch.distributed.checkpoint and Megatron-Core name files of their own saves."""
+
+_NUM_THREADS = 16
+"""That flush directories."""
 
 _TRASH_NAME = f"{REMOVED_PREFIX}old"
 """Where in its staging directory a commit moves what it replaces."""
@@ -273,8 +277,8 @@ def _move_in(sources: Iterable[str], root: Path) -> None:
             raise_if_cancelled()
             rename(path, target)
             touched.add(os.path.dirname(target))  # noqa: PTH120 - 10,000 times
-    for directory in sorted(touched):
-        sync_path(directory)
+    jobs = [Job("", directory, partial(sync_path, directory)) for directory in sorted(touched)]
+    Transfer(jobs, _NUM_THREADS).wait()
 
 
 def _move_out(root: Path, names: Collection[str], trash: Path) -> None:

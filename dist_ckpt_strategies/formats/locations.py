@@ -292,6 +292,8 @@ def is_finished(location: Location) -> bool:
     files = place_of(location)
     if isinstance(files, Directory) and not (files.has(MARKER_NAME) or files.has(PACKS_INDEX)):
         return False
+    if isinstance(files, Bucket) and not files.names():
+        return False
     try:
         read_marker(location)
     except (CheckpointNotFoundError, IncompleteCheckpointError):

@@ -72,10 +72,15 @@ class OpenedSave:
         pointer: None where there are no packs.
         identity: the same on all ranks that have opened this save; empty where nothing tells. Of
             packs it is the digest of the index.
+        index: the full index, where that had to be read.
     """
 
     def __init__(self, root: Location, pointer: Pointer | None = None) -> None:
-        if pointer is None and holds_packs(root):
+        self.index = None
+        if pointer is None and isinstance(root, Bucket):
+            self.index = current_save(root)
+            pointer = self.index and self.index.pointer
+        elif pointer is None and holds_packs(root):
             pointer = pointer_at(root)
         self.root, self.pointer, self.has_packs = root, pointer, pointer is not None
         self.identity, self._state = (pointer.digest, "") if pointer else _look(root)
@@ -120,8 +125,10 @@ class OpenedSave:
 def pointer_at(root: Location) -> Pointer | None:
     """What ``index`` says at a place; in a bucket, what it would say of the save that counts."""
     store = place_of(root)
-    found = current_save(store) if isinstance(store, Bucket) else None
-    return found.pointer if found else read_pointer(store)
+    if isinstance(store, Bucket):
+        found = current_save(store)
+        return found and found.pointer
+    return read_pointer(store)
 
 
 def _look(root: Location) -> tuple[str, str]:
@@ -169,7 +176,8 @@ class PackCheckpoint:
         if save is None:
             index = current_save(self._store)
         elif save.pointer is not None:
-            index = save.read(partial(open_full_index, self._store, save.pointer))
+            read = partial(open_full_index, self._store, save.pointer)
+            index = save.index or save.read(read)
         if index is None:
             require_something(location)
             raise IncompleteCheckpointError(

@@ -51,6 +51,7 @@ from dist_ckpt_strategies.storage.files import (
     write_vector,
 )
 from dist_ckpt_strategies.storage.folders import is_directory
+from dist_ckpt_strategies.storage.host import begin_writeback
 from dist_ckpt_strategies.storage.io_pool import Deadline, Job, Transfer
 from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
@@ -358,6 +359,7 @@ def write_files(
         path = store.path(name)
         with file_errors(None, path), new_file(path, is_flushed=False) as handle:
             write_vector(handle, [content])
+            begin_writeback(handle, 0, 0)  # all of it, while others are written
 
     jobs = [
         Job(key, store.path(name), partial(write, name, content)) for key, name, content in files

@@ -225,7 +225,7 @@ class Bucket:
                 self._result(future, Operation.DELETE, self.path(name))
 
     def require_bucket(self) -> None:
-        """Raise unless the bucket is there, and may be listed.
+        """Raise unless the bucket is there, and may be listed, as asked once.
 
         TensorStore reports a missing object and a missing bucket alike.
 
@@ -233,7 +233,11 @@ class Bucket:
             StoreAccessError: it is not there; only where ``reports_missing_buckets``.
             StoreAccessError, StorageTimeoutError: the store does not answer.
         """
-        self.names(_NOTHING)
+        _ = self._nothing
+
+    @cached_property
+    def _nothing(self) -> Sequence[str]:
+        return self.names(_NOTHING)
 
     def _result(self, future: Any, operation: Operation, path: str) -> Any:
         """What a request gives, within the time that is set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import time
@@ -23,6 +24,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.storage.host import begin_writeback
 from dist_ckpt_strategies.storage.io_pool import raise_if_cancelled, storage_error
 
 if TYPE_CHECKING:
@@ -286,6 +288,8 @@ class Directory:
             with new_file(str(path)) as handle:
                 for buffers in pieces:
                     write_vector(handle, buffers)
+                    end = os.lseek(handle, 0, os.SEEK_CUR)  # of whole pages: others come again
+                    begin_writeback(handle, 0, end - end % mmap.PAGESIZE)
             sync_path(path.parent)
 
     def read_into(self, name: str, byte_offset: int, targets: Sequence[Bytes]) -> None:

@@ -271,7 +271,7 @@ def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
     wanted, nonpersistent, factories = split_for_load(call.state)
     root, options = located(call.checkpoint_dir, call.options), call.options
     deadline = Deadline.after(limit_s := OPENING * options.timeout_s)  # factories have no limit
-    save, marker = run_within(deadline, root, lambda: (OpenedSave(root), read_marker(root)))
+    save, marker = run_within(deadline, root, partial(_opened, root))
     saves.append(save)
     sharded, loader = _strategies(call, root, marker)
     strict = parsed_strict(call.strict)
@@ -305,6 +305,12 @@ def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
         plan = plan_load(wanted, checkpoint, sharded.options, sharded.destination_of, deadline)
     finish = partial(merged, merged(common, nonpersistent), factories=factories)
     return _Load(root, save, sharded, loader, wanted, strict, finish, plan)
+
+
+def _opened(root: Location) -> tuple[OpenedSave, CheckpointMarker]:
+    """The save at a place, and what it is of."""
+    save = OpenedSave(root)
+    return save, PACKS if save.has_packs else read_marker(root)
 
 
 def _strategies(call: _Call, root: Location, marker: CheckpointMarker) -> tuple[Any, Any]:

@@ -139,13 +139,15 @@ class OwnLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[m
         self, root: Location, options: Options, save: OpenedSave | None = None
     ) -> StoredCheckpoint:
         """The checkpoint at a place; ``save``: what a load has opened. Rank-local."""
-        if self._reads_packs(root):
+        if self._reads_packs(root, save):
             return open_packs(root, options, save)
         return Format1Checkpoint(require_path(root, f"format {ZARR}"), options, save)
 
-    def _reads_packs(self, root: Location) -> bool:
+    def _reads_packs(self, root: Location, save: OpenedSave | None = None) -> bool:
         if ZARR not in self.formats or PACK not in self.formats:
             return PACK in self.formats
+        if save is not None and save.has_packs:
+            return True
         return holds_packs(root) or refuse_format2(root) == PACK  # then its index is lost
 
     @raises_megatron_errors

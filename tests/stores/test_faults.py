@@ -161,6 +161,19 @@ def test_the_requests_of_a_commit_share_one_limit(proxy: FaultyProxy, bucket: st
 
 
 @ONE_SERVER
+def test_little_is_saved_and_loaded_by_few_requests(proxy: FaultyProxy, bucket: str) -> None:
+    """Each is an answer of tens of milliseconds that the next request waits for."""
+    url, state = f"s3://{bucket}/run", state_of(0, cuts(1, size=1))
+
+    dist_ckpt_strategies.save(state, url)
+    num_saving = len(proxy.requests)
+    dist_ckpt_strategies.load(state, url)
+    num_loading = len(proxy.requests) - num_saving
+
+    assert (num_saving <= 14, num_loading <= 7) == (True, True), proxy.requests
+
+
+@ONE_SERVER
 def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
     proxy: FaultyProxy, bucket: str, tmp_path: Path
 ) -> None:
