@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,6 +99,33 @@ def _objects(shards: Shards) -> Iterator[tuple[str, memoryview]]:
             yield f"{shard.key}/{rank}.{number}", memoryview(part.numpy().data)
 
 
+class _Counted:
+    """A candidate, and how many requests of this rank its last save or load took."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self._candidate, self.num_requests = candidate, 0
+
+    def save(self, directory: Path) -> None:
+        began = _num_requests()
+        self._candidate.save(directory)
+        self.num_requests = _num_requests() - began
+
+    def load(self, directory: Path) -> Tensors:
+        began = _num_requests()
+        loaded = self._candidate.load(directory)
+        self.num_requests = _num_requests() - began
+        return loaded
+
+
+def _num_requests() -> int:
+    """Requests of this process that TensorStore has begun until now, without retries."""
+    metrics = {
+        metric["name"].rpartition("/")[2]: metric["values"][0].get("value", 0)
+        for metric in ts.experimental_collect_matching_metrics("/tensorstore/kvstore/s3/")
+    }
+    return sum(metrics.get(name, 0) for name in ("read", "write", "delete", "list"))
+
+
 MAKERS: Final[Mapping[str, Callable[[Shards], Candidate]]] = {
     RAW_PUT: _TensorStorePuts,
     "packs": _Packs,
@@ -112,7 +140,17 @@ def measure(
     Of a path below ``place``, the last part is the name in the bucket; nothing is written there.
     """
     os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
-    entries = rounds.entries_of(build_shards(size, dist.get_rank(), _NUM_RANKS), MAKERS, names)
+    shards = build_shards(size, dist.get_rank(), _NUM_RANKS)
+    makers = {
+        name: lambda shards, make=make: _Counted(make(shards)) for name, make in MAKERS.items()
+    }
+    entries = rounds.entries_of(shards, makers, names)
+
+    def with_requests(sample: Sample) -> Sample:
+        found: Any = entries[sample.candidate].candidate
+        requests = float(sum(rounds.gathered(found.num_requests)))
+        return replace(sample, values={**sample.values, "requests": requests})
+
     samples = []
     for repetition, name in interleaved(names, repetitions):
         rounds.on_first_rank(_delete_all, store, name)
@@ -120,9 +158,10 @@ def measure(
         candidate = entries[name].candidate
         seconds = rounds.timed(lambda: candidate.save(place / name))  # noqa: B023 - called at once
         if repetition > 0:
-            samples.append(Sample("save", name, repetition, {SECONDS: seconds}))
+            samples.append(with_requests(Sample("save", name, repetition, {SECONDS: seconds})))
     stored = {name: place / name for name in names}
-    return samples + list(rounds.load_rounds(entries, stored, "load", repetitions, size.nbytes))
+    loads = rounds.load_rounds(entries, stored, "load", repetitions, size.nbytes)
+    return samples + list(map(with_requests, loads))
 
 
 def _delete_all(store: ObjectStore, checkpoint: str) -> None:

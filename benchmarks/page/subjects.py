@@ -189,8 +189,9 @@ SUBJECTS: Final = (
         "object_stores",
         "Object stores",
         "The server shares the ranks' cores. Baseline: the same bytes as plain objects through "
-        "TensorStore's key-value store.",
+        "TensorStore's key-value store. Requests are those of both ranks.",
         "tensorstore put",
+        more=(("requests", "requests", 1, statistics.median),),
     ),
 )
 
@@ -245,6 +246,8 @@ GOALS: Final = (
     Goal("TP4 to TP1: bytes read, of those needed", 1.01, "reshard", "packs", "read", case="TP4"),
     Goal("2 to 4 rows: bytes read, of needed", 1.1, "reshard", "packs", "read", case="2 rows"),
     Goal("TP2 to TP4: load, of torch_dist", 0.33, "reshard", "packs", TORCH_DIST, case="TP2"),
+    Goal("background save: blocking part, of memcpy", 1.3, "async_save", "packs", MEMCPY),
+    Goal("object stores: of plain objects", 1.2, "object_stores", "packs", "tensorstore put"),
     Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
          LOCAL_BASELINE, "blocking"),
     Goal("local: save, of exchange and write", 1.5, "local_replicated", "local manager",

@@ -296,6 +296,8 @@ def _record_in(content: bytes, number: int) -> PackRecord:
 class FullIndex:
     """The full index of a save; segments are read as they are asked for, and kept.
 
+    One of up to 64 KiB is read whole.
+
     Args:
         pointer: what ``index`` says.
         read: bytes of the file, by the first and how many.
@@ -313,6 +315,9 @@ class FullIndex:
     def __init__(self, pointer: Pointer, read: Callable[[int, int], bytes], path: str) -> None:
         self._read, self._path, self.pointer = read, path, pointer
         self.nbytes = pointer.byte_offset + pointer.nbytes + _LENGTH.size
+        if self.nbytes <= _GAP_NBYTES:
+            content = read(0, self.nbytes)
+            self._read = lambda start, nbytes: content[start : start + nbytes]
         (root,) = self._parts([(pointer.byte_offset, pointer.nbytes, pointer.digest)])
         self.facts = self._understood(checked_root, root, pointer.byte_offset)
         self._held: dict[tuple[str, int], Any] = {}
