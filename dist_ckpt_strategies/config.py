@@ -154,7 +154,7 @@ class Options:
 
     timeout_s: float = 1800.0
     max_inflight_bytes: int = 512 * MIB
-    io_threads: int = 32
+    io_threads: int = 16
     verify: Verify = Verify.READ
     strict_dtype: bool = False
     writer_process: bool = True
