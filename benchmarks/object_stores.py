@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,6 +106,10 @@ class _Counted:
     def __init__(self, candidate: Candidate) -> None:
         self._candidate, self.num_requests = candidate, 0
 
+    @classmethod
+    def made(cls, make: Callable[[Shards], Candidate], shards: Shards) -> Candidate:
+        return cls(make(shards))
+
     def save(self, directory: Path) -> None:
         began = _num_requests()
         self._candidate.save(directory)
@@ -141,9 +146,7 @@ def measure(
     """
     os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
     shards = build_shards(size, dist.get_rank(), _NUM_RANKS)
-    makers = {
-        name: lambda shards, make=make: _Counted(make(shards)) for name, make in MAKERS.items()
-    }
+    makers = {name: partial(_Counted.made, make) for name, make in MAKERS.items()}
     entries = rounds.entries_of(shards, makers, names)
 
     def with_requests(sample: Sample) -> Sample:

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.errors import (
     array_not_found,
     some_of,
 )
-from dist_ckpt_strategies.formats.index import INDEX_NAME, Pointer, full_index_of
+from dist_ckpt_strategies.formats.index import INDEX_NAME, FullIndex, Pointer, full_index_of
 from dist_ckpt_strategies.formats.locations import (
     Location,
     holds_packs,
@@ -76,10 +76,10 @@ class OpenedSave:
     """
 
     def __init__(self, root: Location, pointer: Pointer | None = None) -> None:
-        self.index = None
+        self.index: FullIndex | None = None
         if pointer is None and isinstance(root, Bucket):
             self.index = current_save(root)
-            pointer = self.index and self.index.pointer
+            pointer = None if self.index is None else self.index.pointer
         elif pointer is None and holds_packs(root):
             pointer = pointer_at(root)
         self.root, self.pointer, self.has_packs = root, pointer, pointer is not None
@@ -127,7 +127,7 @@ def pointer_at(root: Location) -> Pointer | None:
     store = place_of(root)
     if isinstance(store, Bucket):
         found = current_save(store)
-        return found and found.pointer
+        return None if found is None else found.pointer
     return read_pointer(store)
 
 
