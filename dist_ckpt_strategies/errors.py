@@ -3,7 +3,8 @@
 import difflib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -308,3 +309,16 @@ def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
             raise as_megatron_error(error) from error.__cause__
 
     return adapted
+
+
+@contextmanager
+def needs_megatron_core() -> Iterator[None]:
+    """Make an ImportError within the block a MissingDependencyError that says what is needed."""
+    try:
+        yield
+    except ImportError as error:
+        found = getattr(sys.modules.get("megatron.core"), "__version__", "none")
+        raise MissingDependencyError(
+            f"expected megatron-core 0.16 or later, with what this package uses of it, found "
+            f"{found}: {error}; install megatron-core>=0.16, or a newer dist-ckpt-strategies"
+        ) from error

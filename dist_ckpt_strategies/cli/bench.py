@@ -1,10 +1,9 @@
 """``dist-ckpt bench``: save and load on a file system, beside one plain stream per rank.
 
-The command starts its ranks, each of which is the same command in a workspace below the directory.
-The directory is left as it was, however the command ends.
+The command starts its ranks, each of which is the same command in a workspace below the directory,
+and runs ``bench_rank``. The directory is left as it was, however the command ends.
 """
 
-import importlib.util
 import itertools
 import os
 import shutil
@@ -12,17 +11,16 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.ranks import CLI, is_rank, run_ranks
+from dist_ckpt_strategies.cli.ranks import CLI, run_ranks
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
-    open_bars,
     print_json,
     print_table,
     printable,
@@ -64,21 +62,24 @@ def bench_directory(
 ) -> int:
     """Measure saves and loads of a state of about ``nbytes``, show them, return the exit status.
 
-    The temporary directory is measured if ``directory`` is None; in a rank it is the workspace.
-    ``flags`` are ``json`` and ``debug``, as on the command line.
+    The temporary directory is measured if ``directory`` is None. ``flags`` are ``json`` and
+    ``debug``, as on the command line.
     """
     directory = (directory or Path(tempfile.gettempdir())).resolve()
-    timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * nbytes / GB
-    if is_rank():
-        _measure(directory, nbytes, repetitions, timeout_s, as_json=flags["json"])
-        return Status.FINE
     _require_space(directory, nbytes)
     with tempfile.TemporaryDirectory(prefix="dist-ckpt-bench-", dir=directory) as workspace:
         options = ["--size", str(nbytes / GB), "--repetitions", str(repetitions)]
         options += [f"--{name}" for name, is_set in flags.items() if is_set]
-        status = run_ranks(num_ranks, CLI, ["bench", workspace, *options], timeout_s=timeout_s)
+        status = run_ranks(
+            num_ranks, CLI, ["bench", workspace, *options], timeout_s=limit_s(nbytes)
+        )
     # What a load misses here has been taken away from bench, and is no damage to a checkpoint.
     return Status.FAILED if status == Status.DAMAGED else status
+
+
+def limit_s(nbytes: int) -> float:
+    """Longest wait for a rank, in seconds."""
+    return _TIMEOUT_S + _TIMEOUT_S_PER_GB * nbytes / GB
 
 
 def _require_space(directory: Path, nbytes: int) -> None:
@@ -93,40 +94,30 @@ def _require_space(directory: Path, nbytes: int) -> None:
         )
 
 
-def _measure(
-    workspace: Path, nbytes: int, repetitions: int, timeout_s: float, *, as_json: bool
+def show_results(  # noqa: PLR0913 - facts of the run
+    samples: Iterable[Mapping[str, Any]],
+    names: Sequence[str],
+    lacking: Mapping[str, str],
+    *,
+    directory: str,
+    num_ranks: int,
+    repetitions: int,
+    nbytes: int,
+    num_arrays: int,
+    as_json: bool,
 ) -> None:
-    """Measure on one rank; the first shows the results. Collective."""
-    from dist_ckpt_strategies.cli import bench_rank  # noqa: PLC0415 - loads torch
-    from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
-
-    # What candidates need beside this package's own requirements.
-    lacking = {} if importlib.util.find_spec("psutil") else {"torch_dist": "psutil"}
-    names = [name for name in bench_rank.MAKERS if name not in lacking]
-    comm = open_communicator(None, timeout_s=timeout_s, purpose="bench")
-    size = bench_rank.gpt_size(nbytes, comm.size)
-    samples = []
-    with open_bars() as open_bar:
-        show = open_bar("saving and loading")
-        shards = bench_rank.build_shards(size, comm.rank, comm.size)
-        num_samples = len(STEPS) * len(names) * (repetitions + 1)
-        for sample in bench_rank.measure(comm, shards, workspace, names, repetitions):
-            samples.append(asdict(sample))
-            show(len(samples), num_samples)
-    if comm.rank:
-        return
-    samples = [sample for sample in samples if sample["repetition"] > 0]
-    timings = _timings(samples, names, size.nbytes)
-    directory = str(workspace.parent)
+    """Print what was measured; ``lacking`` has the package that a candidate would have needed."""
+    measured = [sample for sample in samples if sample["repetition"] > 0]
+    timings = _timings(measured, names, nbytes)
     if as_json:
-        options = {"path": directory, "num_ranks": comm.size, "repetitions": repetitions}
-        state = {"nbytes": size.nbytes, "num_arrays": size.num_arrays}
-        results = {"lacking": lacking, "timings": timings, "samples": samples}
+        options = {"path": directory, "num_ranks": num_ranks, "repetitions": repetitions}
+        state = {"nbytes": nbytes, "num_arrays": num_arrays}
+        results = {"lacking": lacking, "timings": timings, "samples": measured}
         print_json("bench", options | state | results)
         return
     console = Console(highlight=False)
-    what = f"{bytes_text(size.nbytes)}, {counted(size.num_arrays, 'array')}"
-    rounds = f"{counted(comm.size, 'rank')}, {counted(repetitions, 'round')}"
+    what = f"{bytes_text(nbytes)}, {counted(num_arrays, 'array')}"
+    rounds = f"{counted(num_ranks, 'rank')}, {counted(repetitions, 'round')}"
     console.print(f"{printable(directory)}: {what}, {rounds}", soft_wrap=True, markup=False)
     titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
     print_table(console, titles, [*map(_row, timings)], titles[1:])
@@ -134,7 +125,9 @@ def _measure(
         console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
 
 
-def _timings(samples: list[dict[str, Any]], names: list[str], nbytes: int) -> list[dict[str, Any]]:
+def _timings(
+    samples: Iterable[Mapping[str, Any]], names: Sequence[str], nbytes: int
+) -> list[dict[str, Any]]:
     """The medians of each step and candidate, from the measured rounds, as the JSON has them."""
     seconds: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for sample in samples:

@@ -1,14 +1,16 @@
 """What measures saves and loads: a state, ways to store it, and rounds in which they take turns.
 
-``dist-ckpt bench`` runs ``measure`` on its ranks. The scripts in ``benchmarks`` use the same parts.
+``dist-ckpt bench`` runs ``bench_on_rank`` on its ranks. The scripts in ``benchmarks`` use the same
+parts.
 """
 
+import importlib.util
 import math
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -17,15 +19,17 @@ import torch
 import xxhash
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.bench import BASELINE, STEPS, drop_cache
+from dist_ckpt_strategies.cli.bench import BASELINE, STEPS, drop_cache, limit_s, show_results
+from dist_ckpt_strategies.cli.render import open_bars
 from dist_ckpt_strategies.comm.base import (
     Communicator,
     run_and_gather,
     run_collectively,
     run_on_first_rank,
 )
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import rank_from_environment
-from dist_ckpt_strategies.megatron import needs_megatron_core
+from dist_ckpt_strategies.errors import needs_megatron_core
 
 with needs_megatron_core():
     from megatron.core import dist_checkpointing
@@ -372,3 +376,32 @@ def measure(
         seconds = seconds_of(comm, lambda: target.accept(candidate.load(directory)))  # noqa: B023
         yield Sample(STEPS[1], name, repetition, {SECONDS: seconds})
         run_collectively(comm, partial(finish, name, own_files))
+
+
+def bench_on_rank(workspace: Path, nbytes: int, repetitions: int, *, as_json: bool) -> None:
+    """Measure in an empty directory; the first rank shows the results. Collective."""
+    # What candidates need beside this package's own requirements.
+    lacking = {} if importlib.util.find_spec("psutil") else {"torch_dist": "psutil"}
+    names = [name for name in MAKERS if name not in lacking]
+    comm = open_communicator(None, timeout_s=limit_s(nbytes), purpose="bench")
+    size = gpt_size(nbytes, comm.size)
+    samples = []
+    with open_bars() as open_bar:
+        show = open_bar("saving and loading")
+        shards = build_shards(size, comm.rank, comm.size)
+        num_samples = len(STEPS) * len(names) * (repetitions + 1)
+        for sample in measure(comm, shards, workspace, names, repetitions):
+            samples.append(asdict(sample))
+            show(len(samples), num_samples)
+    if comm.rank == 0:
+        show_results(
+            samples,
+            names,
+            lacking,
+            directory=str(workspace.parent),
+            num_ranks=comm.size,
+            repetitions=repetitions,
+            nbytes=size.nbytes,
+            num_arrays=size.num_arrays,
+            as_json=as_json,
+        )

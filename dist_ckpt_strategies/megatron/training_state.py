@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.megatron import needs_megatron_core
+from dist_ckpt_strategies.errors import StrategyError, needs_megatron_core
 
 with needs_megatron_core():
     from megatron.core import num_microbatches_calculator, parallel_state

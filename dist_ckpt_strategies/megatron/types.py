@@ -36,9 +36,9 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     StrategyError,
     as_megatron_error,
+    needs_megatron_core,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.megatron import needs_megatron_core
 
 try:
     from megatron.core.dist_checkpointing.strategies import base

@@ -59,6 +59,13 @@ def bench(
     end. The default is the temporary directory, which may be in memory.
     """
     from dist_ckpt_strategies.cli.bench import GB, bench_directory  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.ranks import is_rank  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.status import Status  # noqa: PLC0415
 
     nbytes = round(size * GB)
+    if directory is not None and is_rank():
+        from dist_ckpt_strategies.cli.bench_rank import bench_on_rank  # noqa: PLC0415 - torch
+
+        bench_on_rank(directory.resolve(), nbytes, repetitions, as_json=as_json)
+        return Status.FINE
     return bench_directory(directory, nbytes, ranks, repetitions, json=as_json, debug=debug)

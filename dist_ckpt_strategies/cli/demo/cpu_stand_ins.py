@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_ckpt_strategies.megatron import needs_megatron_core
+from dist_ckpt_strategies.errors import needs_megatron_core
 
 with needs_megatron_core():
     import megatron.core.optimizer as megatron_optimizer

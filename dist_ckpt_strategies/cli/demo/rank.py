@@ -28,7 +28,7 @@ from dist_ckpt_strategies.cli.demo.main import (
     RankTask,
 )
 from dist_ckpt_strategies.device import host_view
-from dist_ckpt_strategies.megatron import needs_megatron_core
+from dist_ckpt_strategies.errors import needs_megatron_core
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
 with needs_megatron_core():
