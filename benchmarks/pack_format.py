@@ -33,9 +33,10 @@ from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.formats import index, pack, pack_header, pack_read, pack_write
 from dist_ckpt_strategies.formats.pack import Layout, lay_out
-from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
+from dist_ckpt_strategies.formats.pack_read import BlockReads, read_jobs
 from dist_ckpt_strategies.formats.pack_write import PackRecord, write_pack
 from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.storage.io_pool import Transfer
 
 RANGES: Final = [128 << 10, 256 << 10, 512 << 10, 1 << 20]
 _MODULES: Final = (pack, pack_header, pack_read, pack_write)
@@ -160,7 +161,7 @@ def _round(
     saved = _seconds(lambda: records.extend(save(store, layout, tensors)))
     raw_load = _seconds(partial(stream, place, memory, is_save=False))
     reads = reads_of(layout, records, targets)
-    loaded = _seconds(lambda: begin_reads(store, reads, num_threads=1).wait(60))
+    loaded = _seconds(lambda: Transfer(read_jobs(store, reads, {}), 1).wait(60))
     assert all(np.array_equal(a, b) for a, b in zip(tensors, memory, strict=True))  # noqa: S101
     store.delete([pack_write.file_of(record.name) for record in records])
     return {

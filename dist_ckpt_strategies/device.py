@@ -10,11 +10,11 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,6 @@ from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError, PlanErr
 logger = logging.getLogger(__name__)
 
 HostArray = npt.NDArray[Any]
-
-T = TypeVar("T")
 
 _ALIGNMENT = 64
 _PAUSE_S = 0.0002
@@ -244,24 +242,6 @@ def to_host(
     copies = iter((memory or HostSnapshot()).take(staged) if staged else ())
     places = zip(plain, is_there, strict=True)
     return [host_view(tensor if found else next(copies)) for tensor, found in places]
-
-
-def build_batches(sizes: Iterable[tuple[T, int]], budget_nbytes: int) -> list[list[T]]:
-    """Transfers batch by batch, in order.
-
-    Args:
-        sizes: each transfer, and the staging memory that it needs, in bytes.
-        budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
-    """
-    batches: list[list[T]] = []
-    used = 0
-    for transfer, nbytes in sizes:
-        if not batches or used + nbytes > budget_nbytes:
-            batches.append([])
-            used = 0
-        batches[-1].append(transfer)
-        used += nbytes
-    return batches
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:

@@ -94,31 +94,28 @@ def _require_space(directory: Path, nbytes: int) -> None:
         )
 
 
-def show_results(  # noqa: PLR0913 - facts of the run
+def show_results(
+    facts: Mapping[str, Any],
     samples: Iterable[Mapping[str, Any]],
     names: Sequence[str],
     lacking: Mapping[str, str],
     *,
-    directory: str,
-    num_ranks: int,
-    repetitions: int,
-    nbytes: int,
-    num_arrays: int,
     as_json: bool,
 ) -> None:
-    """Print what was measured; ``lacking`` has the package that a candidate would have needed."""
+    """Print what was measured; ``lacking`` has the package that a candidate would have needed.
+
+    ``facts`` are those of the run, as the JSON has them.
+    """
     measured = [sample for sample in samples if sample["repetition"] > 0]
-    timings = _timings(measured, names, nbytes)
+    timings = _timings(measured, names, facts["nbytes"])
     if as_json:
-        options = {"path": directory, "num_ranks": num_ranks, "repetitions": repetitions}
-        state = {"nbytes": nbytes, "num_arrays": num_arrays}
         results = {"lacking": lacking, "timings": timings, "samples": measured}
-        print_json("bench", options | state | results)
+        print_json("bench", {**facts, **results})
         return
     console = Console(highlight=False)
-    what = f"{bytes_text(nbytes)}, {counted(num_arrays, 'array')}"
-    rounds = f"{counted(num_ranks, 'rank')}, {counted(repetitions, 'round')}"
-    console.print(f"{printable(directory)}: {what}, {rounds}", soft_wrap=True, markup=False)
+    what = f"{bytes_text(facts['nbytes'])}, {counted(facts['num_arrays'], 'array')}"
+    rounds = f"{counted(facts['num_ranks'], 'rank')}, {counted(facts['repetitions'], 'round')}"
+    console.print(f"{printable(facts['path'])}: {what}, {rounds}", soft_wrap=True, markup=False)
     titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
     print_table(console, titles, [*map(_row, timings)], titles[1:])
     for name, package in lacking.items():

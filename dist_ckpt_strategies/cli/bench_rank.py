@@ -394,14 +394,6 @@ def bench_on_rank(workspace: Path, nbytes: int, repetitions: int, *, as_json: bo
             samples.append(asdict(sample))
             show(len(samples), num_samples)
     if comm.rank == 0:
-        show_results(
-            samples,
-            names,
-            lacking,
-            directory=str(workspace.parent),
-            num_ranks=comm.size,
-            repetitions=repetitions,
-            nbytes=size.nbytes,
-            num_arrays=size.num_arrays,
-            as_json=as_json,
-        )
+        facts = {"path": str(workspace.parent), "num_ranks": comm.size, "repetitions": repetitions}
+        facts |= {"nbytes": size.nbytes, "num_arrays": size.num_arrays}
+        show_results(facts, samples, names, lacking, as_json=as_json)

@@ -1,5 +1,6 @@
 """What ``inspect`` and ``verify`` say of packs, of ("zarr", 1), and of local checkpoints."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,12 +9,13 @@ from itertools import chain, groupby
 from typing import Any
 
 from dist_ckpt_strategies.cli.render import bytes_text, counted
+from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
 from dist_ckpt_strategies.formats.issues import (
     Issue,
     Problem,
     Scan,
-    ScannedArray,
+    Scanned,
     StaleFile,
     StaleKind,
 )
@@ -69,9 +71,12 @@ def summary_of(
         return _local_summary(found, keys)
     pattern = "*" if keys is None else keys
     is_packed = found.backend == _PACKS
-    matching = [one for one in found.arrays if fnmatchcase(one.array.key, pattern)]
-    arrays = [_array_fields(one, is_packed=is_packed) for one in matching]
-    objects = [asdict(one) for one in found.objects if fnmatchcase(one.key, pattern)]
+    arrays = [
+        _array_fields(one, one.array, is_packed=is_packed)
+        for one in found.arrays
+        if one.array and fnmatchcase(one.key, pattern)
+    ]
+    objects = [_object_fields(one) for one in found.objects if fnmatchcase(one.key, pattern)]
     num_keys = len(found.arrays) + len(found.objects)
     _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
     objects = objects if with_objects else []
@@ -106,9 +111,19 @@ def _require_match(root: object, what: str, pattern: str | None, found: object) 
         raise ArrayNotFoundError(f"{root}: none of its {what} matches {pattern!r}")
 
 
-def _array_fields(one: ScannedArray, *, is_packed: bool) -> dict[str, Any]:
+def _object_fields(one: Scanned) -> dict[str, Any]:
+    return {
+        "key": one.key,
+        "shape": one.shape,
+        "num_shards": one.num_parts,
+        "num_shards_expected": math.prod(one.shape),
+        "file_nbytes": one.file_nbytes,
+        "writers": one.writers,
+    }
+
+
+def _array_fields(one: Scanned, array: ArraySpec, *, is_packed: bool) -> dict[str, Any]:
     """Those of an array; in packs its blocks are the shards as they were saved."""
-    array = one.array
     fields: dict[str, Any] = {
         "key": array.key,
         "shape": array.shape,
@@ -116,10 +131,10 @@ def _array_fields(one: ScannedArray, *, is_packed: bool) -> dict[str, Any]:
         "nbytes": array.nbytes,
     }
     if is_packed:
-        return fields | {"num_blocks": one.num_chunks, "writers": one.writers}
+        return fields | {"num_blocks": one.num_parts, "writers": one.writers}
     return fields | {
         "chunk_shape": array.chunk_shape,
-        "num_chunks": one.num_chunks,
+        "num_chunks": one.num_parts,
         "num_chunks_expected": array.num_chunks,
         "file_nbytes": one.file_nbytes,
         "separator": array.separator,
@@ -141,11 +156,11 @@ def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
     if UNVERIFIED in found.facts.get("features", ()):
         yield UNVERIFIED, _UNVERIFIED
     if not found.is_foreign:
-        num_chunks = sum(one.num_chunks for one in found.arrays)
+        num_chunks = sum(one.num_parts for one in found.arrays)
         size = bytes_text(sum(one.file_nbytes for one in found.arrays))
         files = counted(num_chunks, "block" if found.backend == _PACKS else "file")
         yield "arrays", f"{len(found.arrays):,} in {files}, {size}"
-        num_shards = sum(one.num_shards for one in found.objects)
+        num_shards = sum(one.num_parts for one in found.objects)
         size = bytes_text(sum(one.file_nbytes for one in found.objects))
         yield "objects", f"{len(found.objects):,} in {counted(num_shards, 'shard')}, {size}"
     common = found.common_nbytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,15 +58,16 @@ class Ranks:
         return results[0]
 
     def gather(self, step: Callable[[], Any]) -> list[Any]:
-        """Run a step on every rank; returns all results, of JSON types, by rank."""
+        """Run a step on every rank; returns all results, which are pickled, by rank."""
         if self._comm is None:
             return [step()]
         from dist_ckpt_strategies.comm.base import run_and_gather  # noqa: PLC0415
 
-        return run_and_gather(self._comm, step)
+        answers = run_and_gather(self._comm, lambda: pickle.dumps(step()).decode("latin-1"))
+        return [pickle.loads(answer.encode("latin-1")) for answer in answers]  # noqa: S301 - peers
 
     def run_on_first(self, step: Callable[[], Any]) -> Any:
-        """Run a step on the first rank; returns its result, of JSON types, on every rank."""
+        """Run a step on the first rank; returns its result on every rank."""
         return self.gather(lambda: step() if self.rank == 0 else None)[0]
 
     def require_alike(self, sizes: Sequence[int]) -> None:

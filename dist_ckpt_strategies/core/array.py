@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from dist_ckpt_strategies.errors import PlanError
 
+T = TypeVar("T", bound=Any)
 Shape = tuple[int, ...]
 
 
@@ -178,6 +179,8 @@ class ArraySpec:
         chunk_shape: in elements, each at least 1; one chunk is one file.
         separator: what joins the chunk index in a file name, ``.`` or ``/``.
         is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
+        blocks: where it is stored as such and not on the grid, the regions, each with the global
+            rank that wrote it.
     """
 
     key: str
@@ -186,6 +189,7 @@ class ArraySpec:
     chunk_shape: Shape
     separator: str = "."
     is_raw: bool = True
+    blocks: tuple[tuple[Region, int], ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +219,17 @@ class ArraySpec:
     def chunk_indices(self) -> Iterator[Shape]:
         """Every chunk of the grid, in C order."""
         return product(*map(range, self.grid))
+
+    def regions(self) -> Iterator[Region]:
+        """The regions in which it is stored, cut at its edge; of an empty one, itself."""
+        whole = Region.whole(self.shape)
+        if not whole.numel:
+            yield whole
+        elif self.blocks is not None:
+            yield from sorted(region for region, _ in self.blocks if region.numel)
+        else:
+            cut = (self.chunk_region(index).intersect(whole) for index in self.chunk_indices())
+            yield from filter(None, cut)
 
     def chunk_file(self, index: Shape) -> str:
         """The file of a chunk, below the checkpoint's directory; ends in ``/0`` for a scalar."""
@@ -246,7 +261,7 @@ class ObjectId:
         Early releases left out the last number of the shape, as this does where it is UNKNOWN.
         """
         shape = self.shape[:-1] if self.shape[-1:] == (UNKNOWN,) else self.shape
-        return f"{self.key}/shard_{_joined(self.offset)}_{_joined(shape)}"
+        return f"{self.key}/shard_{joined(self.offset)}_{joined(shape)}"
 
     @classmethod
     def parse(cls, unique_key: str) -> Self | None:
@@ -265,7 +280,8 @@ COMMON_OBJECT = ObjectId("common_state", (0,), (1,))
 """The shard that holds the common state where it is no file: Megatron-Core 0.19 and later."""
 
 
-def _joined(numbers: Shape) -> str:
+def joined(numbers: Shape) -> str:
+    """Numbers with dots between them, as in the names of files and tensors."""
     return ".".join(map(str, numbers))
 
 
@@ -363,3 +379,22 @@ def _collision(key: str, array_keys: frozenset[str]) -> str | None:
         if above in array_keys and _FILES_OF_AN_ARRAY.fullmatch(parts[depth]):
             return f"'{parts[depth]}' is a file of the array {above!r}"
     return None
+
+
+def groups(
+    items: Iterable[T],
+    max_nbytes: int,
+    nbytes_of: Callable[[T], int] = operator.attrgetter("nbytes"),
+) -> Iterator[list[T]]:
+    """Items in order, in groups of a bounded size; a larger item has one of its own."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if group and held + nbytes > max_nbytes:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += nbytes
+    if group:
+        yield group

@@ -57,7 +57,9 @@ def require_coverage(table: BlockTable, ranks: Column, copies: Sequence[Copies] 
 
 def _unproved(table: BlockTable, rows: Column) -> list[int]:
     """The arrays that are wrong, or too large for exact numbers; ``rows``: blocks with elements."""
-    sizes = _sizes(table)
+    # 1 where an array lacks a dim; absurd sizes are cut to int64.
+    shapes = [tuple([min(n, _MAX_SIZE) for n in facts.shape]) for facts in table.facts]
+    sizes = padded(shapes, table.origin.shape[1], 1)
     num_arrays = len(sizes)
     array, origin, extent = table.array[rows], table.origin[rows], table.extent[rows]
     is_wrong = np.zeros(num_arrays, np.bool_)
@@ -71,12 +73,6 @@ def _unproved(table: BlockTable, rows: Column) -> list[int]:
     for one, other, *_ in shared_boxes(blocks, blocks):
         is_wrong[blocks[0][one[one != other]]] = True
     return np.flatnonzero(is_wrong).tolist()
-
-
-def _sizes(table: BlockTable) -> Column:
-    """The shapes of the arrays, 1 where an array lacks a dim; absurd sizes are cut to int64."""
-    shapes = [tuple([min(n, _MAX_SIZE) for n in facts.shape]) for facts in table.facts]
-    return padded(shapes, table.origin.shape[1], 1)
 
 
 def _require_partition(

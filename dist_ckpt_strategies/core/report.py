@@ -1,23 +1,21 @@
 """What a save or load did, in numbers."""
 
 from dataclasses import dataclass, fields
+from typing import Any
+
+
+def figures(report: Any) -> str:
+    """The figures of a report in one line, for a log."""
+    named = ((field.name, getattr(report, field.name)) for field in fields(report))
+    return ", ".join(
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in named
+        if value != ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
-    """Prints as its figures, in one line for a log."""
-
-    def __str__(self) -> str:
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        figures = ((name, value) for name, value in named if value != "")
-        return ", ".join(
-            f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in figures
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SaveMetrics(_Report):
+class SaveMetrics:
     """What a TieredCheckpointManager did: one save, load, skip or failure of all ranks.
 
     Times of a save are those of the slowest rank, others those of rank 0. What does not apply is 0.
@@ -47,9 +45,11 @@ class SaveMetrics(_Report):
     kind: str = "save"
     reason: str = ""
 
+    __str__ = figures
+
 
 @dataclass(frozen=True, slots=True)
-class BroadcastReport(_Report):
+class BroadcastReport:
     """One rank's share of a load that a group shares.
 
     Attributes:
@@ -74,6 +74,8 @@ class BroadcastReport(_Report):
     waiting_s: float
     seconds: float
 
+    __str__ = figures
+
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
@@ -97,7 +99,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RecoveryReport(_Report):
+class RecoveryReport:
     """One rank's share of a recovery from the memory of others.
 
     Attributes:
@@ -119,3 +121,5 @@ class RecoveryReport(_Report):
     copied_nbytes: int
     gathered: bool
     seconds: float
+
+    __str__ = figures

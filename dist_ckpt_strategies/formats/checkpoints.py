@@ -24,6 +24,7 @@ from dist_ckpt_strategies.errors import (
     array_not_found,
 )
 from dist_ckpt_strategies.formats.locations import refuse_format2
+from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
 from dist_ckpt_strategies.formats.pack_read import READ_NBYTES, BlockReads, read_jobs
 from dist_ckpt_strategies.formats.zarr2 import (
@@ -42,11 +43,7 @@ from dist_ckpt_strategies.storage.files import (
     read_file,
     require_directory,
 )
-from dist_ckpt_strategies.storage.io_pool import (
-    Job,
-    Transfer,
-    raise_if_cancelled,
-)
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 
 T = TypeVar("T")
@@ -70,6 +67,8 @@ class Format1Checkpoint:
     Raises:
         IncompatibleVersionError: it is of format ("zarr", 2).
     """
+
+    features: tuple[str, ...] = ()
 
     def __init__(self, root: Path, options: Options, save: OpenedSave | None = None) -> None:
         self._root, self._options = root, options
@@ -154,6 +153,14 @@ class Format1Checkpoint:
         path = object_path(self._root, object_id)
         with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
             return read_file(path)
+
+    def common_content(self) -> bytes:
+        """The common state, pickled; IncompleteCheckpointError if it was not saved as a file."""
+        return self._store.read(COMMON_NAME)
+
+    def digests(self, _: Iterable[str]) -> dict[tuple[str, Region], Digests]:
+        """No digests of stored blocks: the format has none."""
+        return {}
 
     def _num_threads(self, nbytes: int = READ_NBYTES) -> int:
         """Threads that each hold so many bytes."""

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.bucket import Place, content_of
 from dist_ckpt_strategies.storage.files import Directory
 
 logger = logging.getLogger(__name__)
@@ -51,16 +50,16 @@ class Course:
         return iteration == self.newest
 
 
-def read_course(place: Directory | Bucket) -> Course:
+def read_course(place: Place) -> Course:
     """The course of a root. What is damaged is not used; without both files nothing was left."""
     newest, listed = None, Course()
-    text = _content(place, TRACKER_NAME)
+    text = content_of(place, TRACKER_NAME)
     if number := _NUMBER.fullmatch(text or b""):
         newest = int(number[1])
     elif text is not None:
         logger.warning("%s/%s: expected an iteration, found %.40r", place, TRACKER_NAME, text)
     try:
-        found = json.loads(_content(place, COURSE_NAME) or b"{}")
+        found = json.loads(content_of(place, COURSE_NAME) or b"{}")
         left, began = frozenset(map(int, found.get("left", ()))), found.get("resumed")
         resumed = (int(began[0]), str(began[1])) if began else None
         metric, mode, count = found.get("keep_best") or ("", "", 0)
@@ -75,7 +74,7 @@ def read_course(place: Directory | Bucket) -> Course:
     return replace(listed, newest=newest, is_listed=is_listed)
 
 
-def write_course(place: Directory | Bucket, course: Course) -> None:
+def write_course(place: Place, course: Course) -> None:
     """Write both files, Megatron-LM's first: killed in between, what is newer counts as left."""
     if course.newest is not None:
         place.write(TRACKER_NAME, str(course.newest).encode())
@@ -93,23 +92,16 @@ def metrics_name(step: int) -> str:
     return f".dist-ckpt-metrics-{step:07d}.json"
 
 
-def write_metrics(place: Directory | Bucket, step: int, metrics: Mapping[str, float]) -> None:
+def write_metrics(place: Place, step: int, metrics: Mapping[str, float]) -> None:
     """Write the metrics of a step; JSON, with NaN and Infinity as Python has them."""
     place.write(metrics_name(step), json.dumps(dict(metrics)).encode())
 
 
-def read_metrics(place: Directory | Bucket, step: int) -> dict[str, float]:
+def read_metrics(place: Place, step: int) -> dict[str, float]:
     """The metrics of a step; empty if there are none. What is damaged is not used."""
     try:
-        found = json.loads(_content(place, metrics_name(step)) or b"{}")
+        found = json.loads(content_of(place, metrics_name(step)) or b"{}")
         return {str(name): float(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
         logger.warning("%s/%s is damaged, and not used", place, metrics_name(step))
         return {}
-
-
-def _content(place: Directory | Bucket, name: str) -> bytes | None:
-    try:
-        return place.read(name)
-    except IncompleteCheckpointError:
-        return None

@@ -185,18 +185,17 @@ class PackSummary:
     @classmethod
     def from_message(cls, message: list[Any]) -> Self:
         """The summary that ``to_message`` made a message of."""
-        packs, objects, common = message
+        packs, rows, common = message
+        objects = (
+            (ObjectId(key, tuple(offset), tuple(shape)), StoredBytes(*where))
+            for key, offset, shape, *where in rows
+        )
         records = tuple(PackRecord(*record) for record in packs)
-        return cls(records, tuple(_objects_in(objects)), common and StoredBytes(*common))
+        return cls(records, tuple(objects), common and StoredBytes(*common))
 
 
 def _rows_of(objects: Iterable[StoredObject]) -> list[list[Any]]:
     return [[*astuple(name), *astuple(where)] for name, where in objects]
-
-
-def _objects_in(rows: Iterable[Any]) -> Iterator[StoredObject]:
-    for key, offset, shape, *where in rows:
-        yield ObjectId(key, tuple(offset), tuple(shape)), StoredBytes(*where)
 
 
 @dataclass(frozen=True, slots=True)

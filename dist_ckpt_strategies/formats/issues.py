@@ -82,31 +82,24 @@ class StaleFile:
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedArray:
-    """An array whose metadata could be read, and those of its chunk files that are there.
+class Scanned:
+    """An array whose metadata could be read, or a grid of objects, and what is there of it.
 
-    ``writers`` are global ranks, sorted; none where the format does not say.
-    """
-
-    array: ArraySpec
-    num_chunks: int
-    file_nbytes: int
-    writers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ScannedObject:
-    """A grid of objects: its shape in shards, and how many of these are there.
-
-    ``writers`` as in ScannedArray.
+    Attributes:
+        key: its name.
+        shape: of the array, in elements; of the grid, in shards.
+        num_parts: chunk files or blocks of the array, or shards of objects, that are there.
+        file_nbytes: bytes of these.
+        writers: global ranks, sorted; none where the format does not say.
+        array: None for objects.
     """
 
     key: str
     shape: Shape
-    num_shards: int
-    num_shards_expected: int
+    num_parts: int
     file_nbytes: int
     writers: tuple[int, ...] = ()
+    array: ArraySpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +145,8 @@ class Scan:
     marker: CheckpointMarker | None
     files: Mapping[str, int | None] = field(repr=False)
     num_threads: int = field(repr=False, compare=False)
-    arrays: tuple[ScannedArray, ...] = ()
-    objects: tuple[ScannedObject, ...] = ()
+    arrays: tuple[Scanned, ...] = ()
+    objects: tuple[Scanned, ...] = ()
     stale_files: tuple[StaleFile, ...] = ()
     issues: tuple[Issue, ...] = ()
     checks: tuple[FileCheck, ...] = field(default=(), repr=False, compare=False)

@@ -216,10 +216,17 @@ def holds_packs(location: Location) -> bool:
         return False
     if isinstance(store, Bucket) or not store.has(".metadata"):
         return True
-    with suppress(StorageError, ValueError, TypeError):
-        marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
-        return marker.sharded_format == PACKS.sharded_format
+    with suppress(StorageError):
+        marker = marker_of(store)
+        return marker is not None and marker.sharded_format == PACKS.sharded_format
     return False
+
+
+def marker_of(store: Place) -> CheckpointMarker | None:
+    """What the marker says; None where there is none, or one that does not parse."""
+    with suppress(IncompleteCheckpointError, ValueError, TypeError):
+        return CheckpointMarker.from_json(store.read(MARKER_NAME))
+    return None
 
 
 def refuse_format2(location: Location, marker: bytes | None = None) -> Any:

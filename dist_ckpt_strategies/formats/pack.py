@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, ShardSpec
+from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, ShardSpec, joined
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -205,7 +205,7 @@ def lay_out(  # noqa: PLR0913 - facts of the pack
     first_object, common_source = len(shards), len(shards) + len(objects)
     items = _array_items(kept, facts)
     for n, (name, nbytes) in enumerate(objects, first_object):
-        items.append(_bytes_item(n, name.key, f"{name.key}#{_joined(name.offset)}", nbytes))
+        items.append(_bytes_item(n, name.key, f"{name.key}#{joined(name.offset)}", nbytes))
     if common_nbytes is not None:
         items.append(_bytes_item(common_source, "", COMMON, common_nbytes))
     grids = {name.key: name.shape for name, _ in objects}
@@ -262,10 +262,6 @@ def _blocks(
     return facts, sorted((key, region, number) for (key, _), (region, number) in kept.items())
 
 
-def _joined(numbers: Shape) -> str:
-    return ".".join(map(str, numbers))
-
-
 def _bytes_item(source: int, key: str, name: str, nbytes: int) -> _Item:
     return _Item(source, key, _quoted(key, name), "U8", (nbytes,), nbytes, 1)
 
@@ -281,7 +277,7 @@ def _array_items(
     items = []
     for key, (offset, shape), source in kept:
         dtype, itemsize, last_dim = stored[facts[key].dtype]
-        name = _quoted(key, f"{key}@{_joined(offset)}")
+        name = _quoted(key, f"{key}@{joined(offset)}")
         nbytes = math.prod(shape) * itemsize
         items.append(_Item(source, key, name, dtype, (*shape, *last_dim), nbytes, itemsize))
     return items

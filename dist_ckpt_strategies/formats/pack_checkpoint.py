@@ -43,8 +43,8 @@ from dist_ckpt_strategies.formats.pack_commit import (
 from dist_ckpt_strategies.formats.pack_read import (
     BlockReads,
     DigestTables,
-    begin_reads,
     read_content,
+    read_jobs,
     read_table,
 )
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
@@ -286,27 +286,19 @@ class PackCheckpoint:
             of_read.tolist(), origin.tolist(), shape.tolist(), strict=True
         ):
             region, target = reads[number].region, reads[number].target
-            if extent[: region.ndim] != list(region.shape):
+            if extent[: len(region.shape)] != list(region.shape):
                 dims = zip(low, extent, region.offset, strict=False)
                 target = target[(*(slice(a - at, a - at + n) for a, n, at in dims), ...)]
             targets.append(target)
             keys.append(reads[number].array.key)
         place, offset = table.place[rows], origin - table.origin[rows]
-        max_nbytes = max(RANGE_NBYTES, min(self._store.read_nbytes, self._budget))
-        return begin_reads(
-            self._store,
-            BlockReads(packs, place, table.extent[rows], offset, shape, targets, keys),
-            num_threads=max(1, min(self._store.num_readers, self._budget // max_nbytes)),
-            verify=self._options.verify is not Verify.OFF,
-            tables=self._tables,
-            max_nbytes=max_nbytes,
-        )
-
-    @property
-    def _budget(self) -> int:
-        """Bytes that all threads together read by one call each."""
-        num_copies = 2 if isinstance(self._store, Bucket) else 1
-        return self._options.max_inflight_bytes // num_copies
+        # Of all threads together, by one call each; a bucket's are in memory twice.
+        budget = self._options.max_inflight_bytes // (2 if isinstance(self._store, Bucket) else 1)
+        max_nbytes = max(RANGE_NBYTES, min(self._store.read_nbytes, budget))
+        wanted = BlockReads(packs, place, table.extent[rows], offset, shape, targets, keys)
+        is_verified = self._options.verify is not Verify.OFF
+        jobs = read_jobs(self._store, wanted, self._tables, max_nbytes, verify=is_verified)
+        return Transfer(jobs, max(1, min(self._store.num_readers, budget // max_nbytes)))
 
     def require_files(self) -> None:
         """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""

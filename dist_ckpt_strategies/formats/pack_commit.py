@@ -36,9 +36,9 @@ from dist_ckpt_strategies.formats.index import (
     build_full_index,
     full_index_of,
 )
-from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker
+from dist_ckpt_strategies.formats.locations import PACKS, marker_of
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, delete_files, file_of
-from dist_ckpt_strategies.storage.bucket import Bucket, Place
+from dist_ckpt_strategies.storage.bucket import Bucket, Place, content_of
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     LOCK_NAME,
@@ -62,11 +62,8 @@ _NUM_THREADS = 16
 
 def read_pointer(store: Place) -> Pointer | None:
     """What ``index`` says; None where there is none. CorruptCheckpointError if it is damaged."""
-    try:
-        content = store.read(INDEX_NAME)
-    except IncompleteCheckpointError:
-        return None
-    return Pointer.from_bytes(content, store.path(INDEX_NAME))
+    content = content_of(store, INDEX_NAME)
+    return None if content is None else Pointer.from_bytes(content, store.path(INDEX_NAME))
 
 
 def open_full_index(store: Place, pointer: Pointer) -> FullIndex:
@@ -173,9 +170,8 @@ def _write_copies(store: Place, save: NewSave, *, marker_first: bool) -> Storage
 
 def warn_of_another_format(store: Place) -> bool:
     """Whether a checkpoint of another format counts here, or would; logs what stays of it."""
-    with suppress(StorageError, ValueError):
-        content = store.read(MARKER_NAME)
-        if CheckpointMarker.from_json(content) == PACKS:  # of later releases it says less
+    with suppress(StorageError):
+        if marker_of(store) in {None, PACKS}:
             return False
         stays = {name.partition("/")[0] for name in store.names()} - {*_OWN_NAMES}
         logger.warning(

@@ -56,34 +56,30 @@ MALFORMED = (
 
 
 @dataclass(frozen=True, slots=True)
-class PackHeader:
-    """What a pack says of itself. Nothing of it has been compared with a digest yet.
+class OpenedPack:
+    """What a pack says of itself.
 
     Attributes:
+        record: as the index lists it; its name and digest are empty where only the header was read.
+        digests: of all ranges; none where only the header was read.
         save_id: of the save that wrote it; empty where writers share no id.
         num_packs: that all ranks of the save wrote; 0 where the writer did not know.
-        rank: the global rank that wrote it.
         features: known ones.
         table: the blocks of arrays.
         objects: shards of objects.
         common: the common state.
-        num_ranges: digests of ranges in the table.
-        data_start: of the first tensor.
-        nbytes: of the whole file.
         tensors: all of them but the last: name, first byte after the header, first digest, bytes.
         metadata: all fields of ``__metadata__``, those of the writer's own among them.
     """
 
+    record: PackRecord
+    digests: Digests
     save_id: str
     num_packs: int
-    rank: int
     features: tuple[str, ...]
     table: BlockTable
     objects: tuple[StoredObject, ...]
     common: StoredBytes | None
-    num_ranges: int
-    data_start: int
-    nbytes: int
     tensors: tuple[tuple[str, int, int, int], ...]
     metadata: Mapping[str, str]
 
@@ -97,8 +93,10 @@ def header_nbytes(start: bytes, path: str) -> int:
     raise CorruptCheckpointError(f"{path} is damaged: it has no header of a pack", path=path)
 
 
-def parse_header(content: bytes, path: str) -> PackHeader:
+def parse_header(content: bytes, path: str) -> OpenedPack:
     """What a pack says of itself; ``content`` is all that stands before the first tensor.
+
+    Nothing of it has been compared with a digest yet.
 
     Raises:
         CorruptCheckpointError: it is no header of a pack.
@@ -126,7 +124,7 @@ def parse_header(content: bytes, path: str) -> PackHeader:
 
 def _parsed(
     tensors: dict[str, Any], metadata: dict[str, str], features: tuple[str, ...], data_start: int
-) -> PackHeader:
+) -> OpenedPack:
     if int(metadata["range_nbytes"]) != RANGE_NBYTES:
         raise ValueError(f"range_nbytes {metadata['range_nbytes']}, expected {RANGE_NBYTES}")
     shapes, dtypes, grids = (json.loads(metadata[n]) for n in ("arrays", "dtypes", "objects"))
@@ -156,10 +154,12 @@ def _parsed(
     expected = [end, end + table_nbytes(first)]
     if last != DIGESTS or table["data_offsets"] != expected:
         raise ValueError(f"expected digests of {first} ranges as the last tensor")
-    return PackHeader(
+    rank = checked_size(int(metadata["rank"]), 1 << 32)
+    return OpenedPack(
+        PackRecord("", "", data_start + expected[1], data_start, first, rank),
+        np.zeros(0, np.uint64),
         metadata["save"],
         int(metadata["packs"]),
-        checked_size(int(metadata["rank"]), 1 << 32),
         features,
         BlockTable.of(
             {key: facts for key, facts, _, _ in blocks},
@@ -168,9 +168,6 @@ def _parsed(
         ),
         tuple(objects),
         common,
-        first,
-        data_start,
-        data_start + expected[1],
         tuple(places),
         metadata,
     )
@@ -214,23 +211,10 @@ def _numbers(text: str) -> Shape:
     return tuple(map(int, text.split("."))) if text else ()
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedPack:
-    """A pack whose header and table of digests are whole. Its tensors are not compared yet.
-
-    Attributes:
-        record: as the index lists it.
-        header: what it says of itself.
-        digests: of all ranges.
-    """
-
-    record: PackRecord
-    header: PackHeader
-    digests: Digests
-
-
 def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> OpenedPack:
     """A pack, once its header and its table of digests have been compared with their digests.
+
+    Its tensors are not compared yet.
 
     ``expected``: how the index lists it, if there is one.
 
@@ -246,7 +230,7 @@ def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> Op
         start = header_nbytes(store.read(file, 0, LENGTH.size), path)
         content = store.read(file, 0, start)
         header = parse_header(content, path)
-        end, num_ranges = header.nbytes, header.num_ranges
+        end, num_ranges = header.record.nbytes, header.record.num_ranges
     else:  # a damaged version or size in the header is damage
         start, end, num_ranges = expected.data_start, expected.nbytes, expected.num_ranges
         content = store.read(file, 0, start)
@@ -259,11 +243,11 @@ def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> Op
         text = f"{path} is damaged: its header has digest {found}, expected {stated}"
         raise CorruptCheckpointError(text, path=path)
     header = header or parse_header(content, path)
-    if (header.nbytes, header.num_ranges) != (end, num_ranges):
-        text = f"{path} is damaged: its header tells of {header.num_ranges} ranges"
+    if (header.record.nbytes, header.record.num_ranges) != (end, num_ranges):
+        text = f"{path} is damaged: its header tells of {header.record.num_ranges} ranges"
         raise CorruptCheckpointError(f"{text}, its index of {num_ranges}", path=path)
-    record = PackRecord(name, table[-16:].hex(), end, start, num_ranges, header.rank)
-    return OpenedPack(record, header, digests)
+    record = replace(header.record, name=name, digest=table[-16:].hex(), data_start=start)
+    return replace(header, record=record, digests=digests)
 
 
 def _has_byte(store: Place, name: str, byte_offset: int) -> bool:
@@ -308,10 +292,10 @@ def _mislisted(
     pack: OpenedPack, listed: BlockTable, objects: Sequence[StoredObject]
 ) -> Iterator[Issue]:
     """What the index lists in a pack, and the pack does not."""
-    header, file = pack.header, file_of(pack.record.name)
-    for key, text in sorted(_blocks(listed) - _blocks(header.table)):
+    file = file_of(pack.record.name)
+    for key, text in sorted(_blocks(listed) - _blocks(pack.table)):
         yield Issue(Problem.DAMAGED, key, file, f"{text}, as the index says", "no such block")
-    places = dict(header.objects)
+    places = dict(pack.objects)
     for name, stored in objects:
         if places.get(name) != replace(stored, pack=0):
             key, text = name.unique_key, f"it at byte {stored.byte_offset}, as the index says"
@@ -329,11 +313,11 @@ def _blocks(table: BlockTable) -> set[tuple[str, str]]:
 
 def _damaged_ranges(store: Place, pack: OpenedPack) -> Iterator[Issue]:
     """The ranges of a pack whose bytes do not have their digests, read some at a time."""
-    header, file, rank = pack.header, file_of(pack.record.name), pack.record.rank
+    record, file = pack.record, file_of(pack.record.name)
     memory = np.empty(_READ_NBYTES, np.uint8)  # memory that was never touched is slow
-    tensors = [number for number, tensor in enumerate(header.tensors) for _ in _starts(*tensor)]
-    starts = [header.data_start + at for tensor in header.tensors for at in _starts(*tensor)]
-    ends = [*starts[1:], header.nbytes - table_nbytes(header.num_ranges)]  # without a gap
+    tensors = [number for number, tensor in enumerate(pack.tensors) for _ in _starts(*tensor)]
+    starts = [record.data_start + at for tensor in pack.tensors for at in _starts(*tensor)]
+    ends = [*starts[1:], record.nbytes - table_nbytes(record.num_ranges)]  # without a gap
     first = 0
     while first < len(starts):
         begin, stop = starts[first], bisect_right(ends, starts[first] + memory.size)
@@ -342,8 +326,8 @@ def _damaged_ranges(store: Place, pack: OpenedPack) -> Iterator[Issue]:
             start, end, stated = starts[number], ends[number], int(pack.digests[number])
             digest = xxhash.xxh3_64_intdigest(memory[start - begin : end - begin].data)
             if digest != stated:
-                key, part = _named(header, *header.tensors[tensors[number]][:2])
-                where = f"{part}, written by rank {rank}: bytes {start} to {end}"
+                key, part = _named(pack, *pack.tensors[tensors[number]][:2])
+                where = f"{part}, written by rank {record.rank}: bytes {start} to {end}"
                 expected = f"{where} with digest {stated:016x}"
                 yield Issue(Problem.DAMAGED, key, file, expected, f"digest {digest:016x}")
         first = stop
@@ -354,13 +338,13 @@ def _starts(_: str, start: int, _first: int, nbytes: int) -> range:
     return range(start, start + nbytes, RANGE_NBYTES)
 
 
-def _named(header: PackHeader, name: str, byte_offset: int) -> tuple[str | None, str]:
+def _named(pack: OpenedPack, name: str, byte_offset: int) -> tuple[str | None, str]:
     """The key of a tensor that has bytes, if it is of one, and which part of that it is."""
     if name in {COMMON, PADDING}:
         return None, "common state" if name == COMMON else name
-    for object_id, where in header.objects:
+    for object_id, where in pack.objects:
         if where.nbytes and where.byte_offset == byte_offset:
             return object_id.unique_key, "object"
-    table = header.table
+    table = pack.table
     (row,) = np.flatnonzero((table.place[:, 1] == byte_offset) & (table.nbytes > 0)).tolist()
     return table.keys[table.array[row]], str(table.region(row))

@@ -30,7 +30,7 @@ from dist_ckpt_strategies.formats.pack import (
 )
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of
 from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancelled
+from dist_ckpt_strategies.storage.io_pool import Job, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
 READ_NBYTES = 4 << 20
@@ -77,34 +77,6 @@ the pack, after its header; first byte in the block; how many; first byte in the
 -1: they go through a buffer. In the order of the packs."""
 
 
-def begin_reads(
-    store: Place,
-    reads: BlockReads,
-    *,
-    num_threads: int,
-    verify: bool = True,
-    tables: DigestTables | None = None,
-    max_nbytes: int = READ_NBYTES,
-) -> Transfer:
-    """Begin to bring elements of blocks into memory. Rank-local; itself does not touch storage.
-
-    Args:
-        store: where the packs are.
-        reads: what to read.
-        num_threads: that read at the same time.
-        verify: whether to compare what is read with its digests.
-        tables: of digests that were read before; new ones are added.
-        max_nbytes: read by one call; a thread has a buffer of that size.
-
-    Raises, as the transfer that is returned:
-        CorruptCheckpointError: a range is not what was written; names key, file, bytes and rank.
-        IncompleteCheckpointError: a pack is missing.
-        StorageTimeoutError: storage did not answer in time.
-    """
-    jobs = read_jobs(store, reads, {} if tables is None else tables, max_nbytes, verify=verify)
-    return Transfer(jobs, num_threads)
-
-
 def read_jobs(
     store: Place,
     reads: BlockReads,
@@ -113,7 +85,19 @@ def read_jobs(
     *,
     verify: bool = True,
 ) -> list[Job]:
-    """What brings elements of blocks into memory; see ``begin_reads``."""
+    """Jobs that bring elements of blocks into memory. Rank-local; itself does not touch storage.
+
+    Args:
+        store: where the packs are.
+        reads: what to read.
+        tables: of digests that were read before; new ones are added.
+        max_nbytes: read by one call; a thread has a buffer of that size.
+        verify: whether to compare what is read with its digests.
+
+    Raises, as the jobs:
+        CorruptCheckpointError: a range is not what was written; names key, file, bytes and rank.
+        IncompleteCheckpointError: a pack is missing.
+    """
     max_nbytes = max(max_nbytes, RANGE_NBYTES)
     spans = _spans(reads, max_nbytes)
     locks, local = {number: Lock() for number in reads.packs}, threading.local()
@@ -144,7 +128,7 @@ def read_content(
     ``tables``: of digests that were read before; new ones are added.
 
     Raises:
-        CorruptCheckpointError, IncompleteCheckpointError: as ``begin_reads``.
+        CorruptCheckpointError, IncompleteCheckpointError: as ``read_jobs``.
     """
     end = pack.data_start + stored.byte_offset + stored.nbytes
     if end > pack.nbytes or stored.first_range + num_ranges(stored.nbytes) > pack.num_ranges:

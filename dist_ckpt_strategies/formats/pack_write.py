@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -148,71 +149,58 @@ def delete_files(store: Place, names: Iterable[str]) -> None:
         logger.warning("%s: files of an earlier save cannot be deleted: %s", store, error)
 
 
-@dataclass(frozen=True, slots=True)
-class PackJob:
-    """Packs to be written; it can be sent to another process.
+PackContents = Sequence[Iterable[Sequence[Bytes]]]
+"""The bytes of the tensors of each pack, in its order, in batches; see ``write_pack``."""
 
-    Attributes:
-        store: where they go.
-        packs: their layouts.
-        save_id: of the save.
-        rank: the global rank that writes.
-        timeout_s: longest wait for the storage.
-        num_threads: that write at the same time.
-        num_packs: that all ranks write.
+Write = Callable[[PackContents], Sequence[PackRecord]]
+"""Writes all that a rank holds, durably. It can be sent to another process."""
+
+
+def write_packs(
+    store: Place,
+    packs: Sequence[PackLayout],
+    facts: Mapping[str, Any],
+    num_threads: int,
+    timeout_s: float,
+    contents: PackContents,
+) -> tuple[PackRecord, ...]:
+    """Write packs, durably, some on threads at the same time. Rank-local.
+
+    ``facts`` are ``save_id``, ``rank`` and ``num_packs`` of ``write_pack``; ``timeout_s`` is the
+    longest wait for the storage.
+
+    Raises:
+        StorageError: a pack cannot be written; what was written of the others is deleted.
     """
+    names = [new_pack_name() for _ in packs]
+    records: dict[str, PackRecord] = {}
 
-    store: Place
-    packs: tuple[PackLayout, ...]
-    save_id: str
-    rank: int
-    timeout_s: float
-    num_threads: int
-    num_packs: int = 0
+    def write(name: str, pack: PackLayout, batches: Iterable[Sequence[Bytes]]) -> None:
+        records[name] = write_pack(store, name, pack, batches, **facts)
 
-    def run(self, memory: memoryview) -> tuple[PackRecord, ...]:
-        """Write all of them from memory that holds them one after the other, but for headers."""
-        content, starts = np.frombuffer(memory, np.uint8), pack_starts(self.packs)
-        return self.write(
-            [
-                [[content[at : at + size] for n, at, size in places_of(pack, start) if n >= 0]]
-                for pack, start in zip(self.packs, starts, strict=False)
-            ]
-        )
+    jobs = [
+        Job("", store.path(file_of(name)), partial(write, name, pack, batches))
+        for name, pack, batches in zip(names, packs, contents, strict=True)
+    ]
+    try:
+        Transfer(jobs, num_threads).wait(timeout_s)
+    except StorageTimeoutError:
+        raise  # a thread may still write: prune --unfinished removes that
+    except StorageError:
+        delete_files(store, [file_of(name) for name in names])
+        raise
+    return tuple(records[name] for name in names)
 
-    def write(self, contents: Sequence[Iterable[Sequence[Bytes]]]) -> tuple[PackRecord, ...]:
-        """Write all of them, durably, each on a thread; for each its ``contents``. Rank-local.
 
-        Raises:
-            StorageError: a pack cannot be written; what was written of the others is deleted.
-        """
-        store = self.store
-        names = [new_pack_name() for _ in self.packs]
-        records: dict[str, PackRecord] = {}
-
-        def write(name: str, pack: PackLayout, batches: Iterable[Sequence[Bytes]]) -> None:
-            records[name] = write_pack(
-                store,
-                name,
-                pack,
-                batches,
-                save_id=self.save_id,
-                rank=self.rank,
-                num_packs=self.num_packs,
-            )
-
-        jobs = [
-            Job("", store.path(file_of(name)), partial(write, name, pack, batches))
-            for name, pack, batches in zip(names, self.packs, contents, strict=True)
+def write_copy(packs: Sequence[PackLayout], write: Write, memory: memoryview) -> Any:
+    """Write from memory that holds the packs one after the other, but for headers and tables."""
+    content = np.frombuffer(memory, np.uint8)
+    return write(
+        [
+            [[content[at : at + size] for n, at, size in places_of(pack, start) if n >= 0]]
+            for pack, start in zip(packs, pack_starts(packs), strict=False)
         ]
-        try:
-            Transfer(jobs, self.num_threads).wait(self.timeout_s)
-        except StorageTimeoutError:
-            raise  # a thread may still write: prune --unfinished removes that
-        except StorageError:
-            delete_files(store, [file_of(name) for name in names])
-            raise
-        return tuple(records[name] for name in names)
+    )
 
 
 def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> None:

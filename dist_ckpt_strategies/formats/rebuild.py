@@ -36,8 +36,8 @@ from dist_ckpt_strategies.formats.index import (
 )
 from dist_ckpt_strategies.formats.locations import (
     PACKS,
-    CheckpointMarker,
     Location,
+    marker_of,
     place_of,
     require_something,
 )
@@ -51,7 +51,7 @@ from dist_ckpt_strategies.formats.pack_commit import (
 from dist_ckpt_strategies.formats.pack_header import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_read import read_content
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
-from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.bucket import Place, content_of
 from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.storage.folders import files_below
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
@@ -101,7 +101,7 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     """
     store = place_of(location)
     _require_no_other_format(store)
-    seen = _content(store)
+    seen = content_of(store, INDEX_NAME)
     if not force and seen is not None and _is_whole(store):
         return None
     files = map(_FILE.fullmatch, files_below(store, FOLDER))
@@ -112,11 +112,11 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     opened, damaged = _opened(store, names)
     groups = defaultdict(list)
     for pack in opened:
-        groups[pack.header.save_id].append(pack)
+        groups[pack.save_id].append(pack)
     why: list[str] = []
 
     def require_unchanged() -> None:
-        if _content(store) != seen:
+        if content_of(store, INDEX_NAME) != seen:
             raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
 
     for save_id in sorted(groups, reverse=True):
@@ -137,19 +137,9 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     )
 
 
-def _content(store: Place) -> bytes | None:
-    try:
-        return store.read(INDEX_NAME)
-    except IncompleteCheckpointError:
-        return None
-
-
 def _require_no_other_format(store: Place) -> None:
-    try:
-        marker = CheckpointMarker.from_json(store.read(MARKER_NAME))
-    except (IncompleteCheckpointError, ValueError, TypeError):
-        return
-    if marker.sharded_format != PACKS.sharded_format:
+    marker = marker_of(store)
+    if marker is not None and marker.sharded_format != PACKS.sharded_format:
         raise StrategyError(
             f"{store} holds a checkpoint of {marker.sharded_format}, by its {MARKER_NAME}; to make "
             f"an index of packs that lie beside it, move {FOLDER} to an empty directory"
@@ -199,30 +189,29 @@ def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> tuple[int, NewSave
         CorruptCheckpointError: the common state is damaged.
         CoverageError, PlanError: the packs do not make up every array.
     """
-    counts = {pack.header.num_packs for pack in packs}
+    counts = {pack.num_packs for pack in packs}
     if counts not in ({0}, {len(packs)}):
         raise IncompleteCheckpointError(
             f"{len(packs)} of its {max(counts)} packs are whole, those of ranks "
             f"{some_of(sorted({str(pack.record.rank) for pack in packs}), 20)}"
         )
-    headers = [pack.header for pack in packs]
-    ranks = np.array([header.rank for header in headers], np.int64)
-    ids = [[name for name, _ in header.objects] for header in headers]
-    listed = map(with_objects, (header.table for header in headers), ids)
+    ranks = np.array([pack.record.rank for pack in packs], np.int64)
+    ids = [[name for name, _ in pack.objects] for pack in packs]
+    listed = map(with_objects, (pack.table for pack in packs), ids)
     proved, sources, differing = merged(listed)
     for key, one, other in differing:
         raise PlanError(f"{key}: ranks {ranks[one]} and {ranks[other]} describe it differently")
     require_coverage(proved, ranks[sources])
-    table, _, _ = joined_tables([header.table for header in headers], [1] * len(headers))
-    summaries = [PackSummary((p.record,), p.header.objects, p.header.common) for p in packs]
+    table, _, _ = joined_tables([pack.table for pack in packs], [1] * len(packs))
+    summaries = [PackSummary((p.record,), p.objects, p.common) for p in packs]
     contents = [
-        read_content(store, pack.record, pack.header.common, "common state", {})
+        read_content(store, pack.record, pack.common, "common state", {})
         for pack in packs
-        if pack.header.common is not None
+        if pack.common is not None
     ]
     if len(contents) > 1:
         raise PlanError("several packs hold a common state")
-    features = sorted({name for header in headers for name in header.features})
+    features = sorted({name for pack in packs for name in pack.features})
     facts = {"ranks": len(set(ranks.tolist())), "created": time.time(), "features": features}
     copies = (contents[0], PACKS.to_json()) if contents else ()
     segments = array_segments(table)

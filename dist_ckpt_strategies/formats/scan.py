@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,7 @@ from dist_ckpt_strategies.formats.issues import (
     Issue,
     Problem,
     Scan,
-    ScannedArray,
-    ScannedObject,
+    Scanned,
     StaleFile,
     StaleKind,
     checked_marker,
@@ -149,10 +149,9 @@ def run_checks(
     results = ranks.share(
         left, lambda check: check.nbytes, _run, num_threads=num_threads, watch=watch
     )
-    own = [[number, list(map(astuple, some))] for number, some in results.items() if some]
-    rows = sorted(row for of_rank in ranks.gather(lambda: own) for row in of_rank)
-    texts = (fields for _, some in rows for fields in some)
-    return [*issues, *(Issue(Problem(problem), *fields) for problem, *fields in texts)]
+    own = [(number, some) for number, some in results.items() if some]
+    found = sorted(chain.from_iterable(ranks.gather(lambda: own)), key=itemgetter(0))
+    return [*issues, *(issue for _, some in found for issue in some)]
 
 
 def _run(check: FileCheck, count: Count) -> list[Issue]:
@@ -294,7 +293,7 @@ def _bad_index(error: CheckpointError, store: Place) -> Issue:
 
 def _arrays(
     checkpoint: PackCheckpoint, packs: Mapping[int, PackRecord]
-) -> tuple[tuple[ScannedArray, ...], Mapping[int, list[str]]]:
+) -> tuple[tuple[Scanned, ...], Mapping[int, list[str]]]:
     """Each array, with the ranks that have written it; the keys in each pack, by its number."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     keys: dict[int, list[str]] = defaultdict(list)
@@ -312,20 +311,18 @@ def _arrays(
                 writers[key].add(packs[pack].rank)
                 keys[pack] += [key] if keys[pack][-1:] != [key] else []
     scanned = (
-        ScannedArray(spec, counts[key][0], counts[key][1], tuple(sorted(writers[key])))
+        Scanned(key, spec.shape, counts[key][0], counts[key][1], tuple(sorted(writers[key])), spec)
         for key, spec in specs.items()
     )
     return tuple(scanned), keys
 
 
-def _objects(
-    objects: Iterable[StoredObject], packs: Mapping[int, PackRecord]
-) -> Iterator[ScannedObject]:
+def _objects(objects: Iterable[StoredObject], packs: Mapping[int, PackRecord]) -> Iterator[Scanned]:
     for (key, shape), some in groupby(objects, lambda found: (found[0].key, found[0].shape)):
         places = [where for _, where in some]
         nbytes = sum(where.nbytes for where in places)
         writers = sorted({packs[where.pack].rank for where in places})
-        yield ScannedObject(key, shape, len(places), len(places), nbytes, tuple(writers))
+        yield Scanned(key, shape, len(places), nbytes, tuple(writers))
 
 
 def _pack_check(

@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -401,41 +401,27 @@ def expected_files(table: BlockTable) -> Iterator[tuple[str, int | None]]:
             yield f"{key}/{METADATA_NAME}", None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkJob:
-    """Chunks to be written; see PackJob.
+def write_chunks(
+    store: Directory,
+    chunks: Sequence[tuple[str, str]],
+    others: Sequence[NewFile],
+    num_threads: int,
+    timeout_s: float,
+    contents: Iterable[Iterable[Sequence[Bytes]]],
+) -> tuple[()]:
+    """Write chunks, by key and name, and other files, durably. Rank-local.
 
-    Attributes:
-        store: where they go.
-        chunks: key, name, first byte in memory that holds a copy, and size of each; none is empty.
-        others: further files.
-        timeout_s: longest wait for the storage.
-        num_threads: that write at the same time.
+    ``contents`` are those of the chunks, in order; empty ones have no file. ``timeout_s`` is the
+    longest wait for the storage.
+
+    Raises:
+        StorageError: one cannot be written.
     """
-
-    store: Directory
-    chunks: tuple[tuple[str, str, int, int], ...]
-    others: tuple[NewFile, ...]
-    timeout_s: float
-    num_threads: int
-
-    def run(self, memory: memoryview) -> tuple[()]:
-        """Write all of them, durably, from memory that holds the chunks. Rank-local."""
-        content = np.frombuffer(memory, np.uint8)
-        return self.write([[[content[at : at + size] for *_, at, size in self.chunks]]])
-
-    def write(self, contents: Iterable[Iterable[Sequence[Bytes]]]) -> tuple[()]:
-        """Write all of them, durably; ``contents`` are those of the chunks, in order. Rank-local.
-
-        Raises:
-            StorageError: one cannot be written.
-        """
-        deadline, chunks = Deadline.after(self.timeout_s), iter(self.chunks)
-        for batch in chain.from_iterable(contents):
-            filled = [content for content in batch if content.size]
-            files = [(*next(chunks)[:2], content) for content in filled]
-            write_files(self.store, files, self.num_threads, deadline)
-        write_files(self.store, self.others, self.num_threads, deadline)
-        names = [*(chunk[:2] for chunk in self.chunks), *(file[:2] for file in self.others)]
-        sync_files(self.store, names, self.num_threads, deadline)
-        return ()
+    deadline, left = Deadline.after(timeout_s), iter(chunks)
+    for batch in chain.from_iterable(contents):
+        filled = [content for content in batch if content.size]
+        files = [(*next(left), content) for content in filled]
+        write_files(store, files, num_threads, deadline)
+    write_files(store, others, num_threads, deadline)
+    sync_files(store, [*chunks, *(file[:2] for file in others)], num_threads, deadline)
+    return ()

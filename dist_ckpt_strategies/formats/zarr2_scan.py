@@ -31,8 +31,7 @@ from dist_ckpt_strategies.formats.issues import (
     Issue,
     Problem,
     Scan,
-    ScannedArray,
-    ScannedObject,
+    Scanned,
     StaleFile,
     StaleKind,
     checked_marker,
@@ -83,7 +82,7 @@ Sizes = Mapping[str, int]
 """The bytes of files, by their paths below the checkpoint."""
 
 
-_Part = tuple[ScannedArray | ScannedObject | None, Sequence[FileCheck], Sequence[Issue]]
+_Part = tuple[Scanned | None, Sequence[FileCheck], Sequence[Issue]]
 """An array, or a grid of objects: what is there of it, its files, and what is wrong."""
 
 
@@ -118,8 +117,8 @@ def scan_zarr(root: Path, watch: Watch | None) -> Scan:
         backend=None if is_foreign else _FORMAT1,
         marker=marker,
         files=listed,
-        arrays=tuple(one for one, *_ in parts if isinstance(one, ScannedArray)),
-        objects=tuple(one for one, *_ in parts if isinstance(one, ScannedObject)),
+        arrays=tuple(one for one, *_ in parts if one and one.array),
+        objects=tuple(one for one, *_ in parts if one and not one.array),
         stale_files=tuple(sorted(stale, key=lambda one: one.path)),
         issues=sorted_by_key(issues),
         checks=tuple(check for _, checks, _ in parts for check in checks),
@@ -236,7 +235,8 @@ def _array(store: Directory, key: str, present: Sizes) -> _Part:
         run = partial(_check_readable, store, name, size)
         checks.append(FileCheck(key, name, size, expected, run))
         issues += compared(checks[-1], present)
-    return ScannedArray(array, len(inside), sum(inside.values())), checks, issues
+    scanned = Scanned(key, array.shape, len(inside), sum(inside.values()), array=array)
+    return scanned, checks, issues
 
 
 def _check_readable(store: Directory, path: str, nbytes: int) -> Iterator[Issue]:
@@ -264,7 +264,7 @@ def _objects(root: Path, files: Sizes) -> Iterator[_Part]:
         expected = f"one of {math.prod(shape)} shards"
         inside, issues = _compared_grid(key, shape, path_of, present, expected)
         nbytes = sum(present.values())
-        scanned = ScannedObject(key, shape, len(inside), math.prod(shape), nbytes)
+        scanned = Scanned(key, shape, len(inside), nbytes)
         yield scanned, [_archive(root, key, *one) for one in sorted(present.items())], issues
 
 

@@ -59,13 +59,10 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.formats.pack import lay_out
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
-from dist_ckpt_strategies.formats.pack_write import PackJob, delete_files, file_of
+from dist_ckpt_strategies.formats.pack_write import delete_files, file_of
 from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
-from dist_ckpt_strategies.sharded.read import (
-    TensorRead,
-    run_reads,
-)
-from dist_ckpt_strategies.sharded.save import Contents, limits_of, num_writers, write_contents
+from dist_ckpt_strategies.sharded.read import TensorRead, run_reads
+from dist_ckpt_strategies.sharded.save import Contents, limits_of, pack_writer, write_contents
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
@@ -185,9 +182,8 @@ class PackStorageWriter(_Placed, StorageWriter):
         common = None if contents.common is None else len(contents.common)
         limits = limits_of(place, options)
         layout = lay_out(contents.shards, sizes, common, rank=rank, limits=limits)
-        limit_s, num_threads = WORK * options.timeout_s, num_writers(place, options)
-        job = PackJob(place, layout.packs, "", rank, limit_s, num_threads)
-        packs = write_contents(job, layout, contents, options)
+        write = pack_writer(place, layout.packs, options, rank=rank)
+        packs = write_contents(write, layout, contents, options)
         self._written = tuple(file_of(pack.name) for pack in packs)
         summary = PackSummary(tuple(packs), layout.objects, layout.common)
         stored = rank, summary, described(layout, (), ())
@@ -374,7 +370,7 @@ class PackStorageReader(_Placed, StorageReader):
             specs = stored.find({item.storage_index.fqn for item in of_tensors})
             pairs = zip(of_tensors, targets, strict=True)
             reads = [_read(specs, item, target, options) for item, target in pairs]
-            run_reads(stored, [r for r in reads if r[1].numel], options, deadline)
+            run_reads(stored.begin_reads, [r for r in reads if r[1].numel], options, deadline)
 
         stored.save.read(fill, ENDING * options.timeout_s)
         for item, target in zip(of_tensors, targets, strict=True):

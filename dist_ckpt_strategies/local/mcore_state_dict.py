@@ -265,9 +265,10 @@ class MCoreTensorAwareStateDict(ListedTensors):
         needs_stored = StrictHandling.requires_explicit_ckpt_mismatch_check(strictness)
         stored = _stored_keys(comm, self._bare) if needs_stored else {}
         outcome = check_load(comm, sharded, strictness, lambda: stored, validate_access_integrity)
-        loaded = resharded(comm, self.sharded_state_dict, outcome.sharded, options, fills=fills)
+        wanted, missing, unexpected = outcome
+        loaded = resharded(comm, self.sharded_state_dict, wanted, options, fills=fills)
         run_collectively(comm, lambda: merged(state, nonpersistent, loaded, factories=factories))
-        return state, outcome.missing, outcome.unexpected
+        return state, missing, unexpected
 
     @property
     def sharded_state_dict(self) -> StateDict:

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.formats.objects import (
     load_content,
 )
 from dist_ckpt_strategies.formats.pack import MAX_BLOCKS, Layout, PackLimits, lay_out
-from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads, read_content
+from dist_ckpt_strategies.formats.pack_read import BlockReads, read_content, read_jobs
 from dist_ckpt_strategies.formats.pack_write import seal
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.plan import SaveId
@@ -56,7 +56,7 @@ from dist_ckpt_strategies.megatron.types import (
 )
 from dist_ckpt_strategies.sharded.background import copy_contents
 from dist_ckpt_strategies.sharded.save import Contents
-from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
+from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer, run_within
 from dist_ckpt_strategies.storage.store import Bytes
 
 _NAME = "the local state"
@@ -200,12 +200,12 @@ def read_shard(place: Any, name: str, deadline: Deadline) -> LoadedShard:
         IncompleteCheckpointError: it is missing.
     """
     pack, info = run_within(deadline, place.path(name), lambda: open_shard(place, name))
-    header, table = pack.header, pack.header.table
+    record, table = pack.record, pack.table
     if isinstance(place, ReceivedPack):
-        memory = place.content[header.data_start :]
+        memory = place.content[record.data_start :]
     else:
-        memory = host_memory(header.nbytes - header.data_start, is_pinned=False).numpy()
-    labels, starts, ranges, sizes = zip(*header.tensors, strict=True)
+        memory = host_memory(record.nbytes - record.data_start, is_pinned=False).numpy()
+    labels, starts, ranges, sizes = zip(*pack.tensors, strict=True)
     extents = np.array(sizes, np.int64).reshape(-1, 1)
     reads = BlockReads(
         packs={0: pack.record},
@@ -217,7 +217,7 @@ def read_shard(place: Any, name: str, deadline: Deadline) -> LoadedShard:
         keys=labels,
     )
     tables = {pack.record: pack.digests}
-    begin_reads(place, reads, num_threads=_NUM_READERS, tables=tables).wait(deadline.left_s)
+    Transfer(read_jobs(place, reads, tables), _NUM_READERS).wait(deadline.left_s)
     tensors = {}
     for row, (number, (_, start, _)) in enumerate(
         zip(table.array.tolist(), table.place.tolist(), strict=True)
@@ -226,7 +226,7 @@ def read_shard(place: Any, name: str, deadline: Deadline) -> LoadedShard:
         # Each has a storage of its own: saving one tensor would save its neighbours too otherwise.
         part = torch.from_numpy(memory[start : start + math.prod(shape) * dtype.itemsize])
         tensors[table.keys[number]] = part.view(torch_dtype(dtype)).reshape(shape)
-    stored = dict(header.objects)[STATE]
+    stored = dict(pack.objects)[STATE]
     content = memory[stored.byte_offset : stored.byte_offset + stored.nbytes].tobytes()
     return LoadedShard(info, tensors, content)
 
@@ -289,7 +289,7 @@ def read_common(directory: ShardDirectory, allowed: Allowed) -> Any:
     for file in sorted(directory.find(), key=lambda file: file.shard_id, reverse=True):
         with suppress(CheckpointError):
             pack, _ = open_shard(place, file.name)
-            stored, tables = dict(pack.header.objects)[STATE], {pack.record: pack.digests}
+            stored, tables = dict(pack.objects)[STATE], {pack.record: pack.digests}
             content = read_content(place, pack.record, stored, STATE.key, tables)
             break
     else:

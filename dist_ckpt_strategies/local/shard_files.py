@@ -87,23 +87,22 @@ def open_shard(place: Any, name: str) -> tuple[OpenedPack, ShardInfo]:
     """
     path = place.path(name)
     pack = open_pack(place, name)
-    header = pack.header
-    session, kind = (header.metadata.get(note) for note in (SESSION_NOTE, KIND_NOTE))
-    shard_id, named = LocalShardId.of(header.save_id, header.rank), parsed_name(name)
+    session, kind = (pack.metadata.get(note) for note in (SESSION_NOTE, KIND_NOTE))
+    shard_id, named = LocalShardId.of(pack.save_id, pack.record.rank), parsed_name(name)
     if (
         shard_id is None
         or named not in {None, shard_id}
         or session is None
         or kind is None
-        or not 0 < header.num_packs <= _MAX_WORLD_SIZE
-        or STATE not in dict(header.objects)
+        or not 0 < pack.num_packs <= _MAX_WORLD_SIZE
+        or STATE not in dict(pack.objects)
     ):
         raise CorruptCheckpointError(
             f"{path} is damaged: expected the local shard {named}, found {shard_id} of "
-            f"{header.num_packs} ranks",
+            f"{pack.num_packs} ranks",
             path=path,
         )
-    return pack, ShardInfo(shard_id, header.num_packs, session, kind, len(header.table))
+    return pack, ShardInfo(shard_id, pack.num_packs, session, kind, len(pack.table))
 
 
 def parsed_name(name: str) -> LocalShardId | None:

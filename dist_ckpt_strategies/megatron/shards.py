@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -231,12 +231,8 @@ mapped_values: Callable[[Callable[[Any], Any], StateDict], StateDict] = dict_lis
 parsed_strict: Callable[[str | StrictHandling], StrictHandling] = parse_strict_flag
 
 
-class StrictOutcome(NamedTuple):
-    """What is loaded, and the keys that only one side has."""
-
-    sharded: StateDict
-    missing: set[str]
-    unexpected: set[str]
+StrictOutcome = tuple[StateDict, set[str], set[str]]
+"""What is loaded, and the keys that are missing and unexpected: those that only one side has."""
 
 
 def split_for_save(
@@ -287,27 +283,32 @@ def apply_strictness(
     Raises a PlanError that names the first key which ``strict`` does not allow.
     """
     compared = _RETURNING.get(strict, strict)
-    outcome = StrictOutcome(
-        *validate_integrity_and_strict_load(sharded, compared, False, local, everyone, stored)  # noqa: FBT003 - theirs
+    sharded, missing, unexpected = validate_integrity_and_strict_load(
+        sharded,
+        compared,
+        False,  # noqa: FBT003 - theirs
+        local,
+        everyone,
+        stored,
     )
     if stored is not None:
         shards = {object_id(o) for o in stored.values() if isinstance(o, ShardedObject)}
         absent, rest = extract_matching_values(
-            outcome.sharded, lambda v: isinstance(v, ShardedObject) and object_id(v) not in shards
+            sharded, lambda v: isinstance(v, ShardedObject) and object_id(v) not in shards
         )
         if ids := sorted(map(object_id, nested_values(absent))):
             names = [shard.unique_key for shard in ids]
             if strict in {StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL}:
                 logger.warning("left out, stored are other shards of it: %s", some_of(names))
             keys = {shard.key for shard in ids} if compared is strict else {*names}
-            outcome = StrictOutcome(rest, outcome.missing, outcome.unexpected | keys)
+            sharded, unexpected = rest, unexpected | keys
     if compared is not strict:
         try:
-            maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)
+            maybe_report_missing_and_unexpected_keys(missing, unexpected)
         except CheckpointingException as error:
-            key = min(outcome.unexpected or outcome.missing)
+            key = min(unexpected or missing)
             raise PlanError(f"{key}: {error}", key=key) from error
-    return outcome
+    return sharded, missing, unexpected
 
 
 def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import bytes_of_mapping, copy_into, host_memory, uses_cuda
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.pack import Layout
-from dist_ckpt_strategies.formats.pack_write import PackJob, pack_starts, places_of
-from dist_ckpt_strategies.formats.zarr2 import ChunkJob
+from dist_ckpt_strategies.formats.pack_write import pack_starts, places_of, write_copy
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
@@ -31,7 +31,7 @@ from dist_ckpt_strategies.sharded.save import (
     require_space,
 )
 from dist_ckpt_strategies.sharded.writer_process import SharedBytes, WriterProcess, is_supported
-from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.io_pool import WORK
 
 logger = logging.getLogger(__name__)
@@ -92,18 +92,20 @@ class Kept:
                 self._shared = None
         return host_memory(nbytes, is_pinned=is_pinned)
 
-    def writer(self, job: PackJob | ChunkJob, options: Options) -> Callable[[], Any]:
+    def writer(
+        self, write: Callable[[memoryview], Any], store: Place, options: Options
+    ) -> Callable[[], Any]:
         """What writes the copy, for a thread to call: by the process if there is one."""
         shared, memory = self._shared, self._memory
         process = self.process() if options.writer_process and shared is not None else None
-        if process is None or shared is None or isinstance(job.store, Bucket):
+        if process is None or shared is None or isinstance(store, Bucket):
             assert memory is not None  # noqa: S101 - ``copy`` has made it
-            return lambda: job.run(memory.numpy().data)
-        return lambda: process.run(job, shared)
+            return lambda: write(memory.numpy().data)
+        return lambda: process.run(write, shared)
 
 
 def copy_contents(contents: Contents, layout: Layout, memory: torch.Tensor) -> None:
-    """Copy what is to be written to where ``PackJob`` and ``seal`` look for it in host memory."""
+    """Copy what is to be written to where ``write_copy`` and ``seal`` look for it in memory."""
     targets: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     for pack, start in zip(layout.packs, pack_starts(layout.packs), strict=False):
@@ -135,7 +137,8 @@ def begin_in_background(
             ledgers[0] = proved(known.ledger, comm.global_ranks)
         require_space(started)
         kept.copy(started.contents, known.layout)
-        write = kept.writer(started.format.job(started), options)
+        copied = partial(write_copy, known.layout.packs, started.format.writer(started))
+        write = kept.writer(copied, started.store, options)
 
         def work() -> Any:
             yield_to_training()

@@ -9,16 +9,9 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    Message,
-    run_and_gather,
-    run_collectively,
-)
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import is_distributed
-from dist_ckpt_strategies.errors import (
-    some_of,
-)
+from dist_ckpt_strategies.errors import some_of
 from dist_ckpt_strategies.formats.objects import dump_object, leaves
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,

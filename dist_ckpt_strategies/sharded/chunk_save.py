@@ -16,19 +16,15 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageTimeoutError,
 )
-from dist_ckpt_strategies.formats.commit import (
-    commit_staged,
-    give_up,
-    staging_of,
-)
-from dist_ckpt_strategies.formats.pack_write import PackRecord, pack_starts, places_of
+from dist_ckpt_strategies.formats.commit import commit_staged, give_up, staging_of
+from dist_ckpt_strategies.formats.pack_write import PackRecord, Write
 from dist_ckpt_strategies.formats.zarr2 import (
-    ChunkJob,
     chunk_name,
     expected_files,
     metadata_files,
     object_name,
     require_grids,
+    write_chunks,
 )
 from dist_ckpt_strategies.sharded.ledger import Ledger
 from dist_ckpt_strategies.sharded.save import SaveFormat, Started
@@ -38,20 +34,20 @@ from dist_ckpt_strategies.storage.io_pool import WORK, Job, Transfer
 _NUM_THREADS = 16
 
 
-def _job(started: Started) -> ChunkJob:
+def _writer(started: Started) -> Write:
     contents, options, packs = started.contents, started.options, started.known.layout.packs
     names = [(s.key, chunk_name(s.key, *s.region)) for s in contents.shards]
     names += [(name.key, object_name(name)) for name, _ in contents.objects]
     names.append(("common state", COMMON_NAME))
     chunks = [
-        (*names[source], at, size)
-        for pack, start in zip(packs, pack_starts(packs), strict=False)
-        for source, at, size in places_of(pack, start)
+        names[source]
+        for pack in packs
+        for source, size in zip(pack.sources, pack.sizes, strict=True)
         if source >= 0 and size
     ]
-    store, timeout_s = _staging(started, started.rank), WORK * options.timeout_s
-    others = tuple(metadata_files(contents.shards))
-    return ChunkJob(store, tuple(chunks), others, timeout_s, options.io_threads)
+    store, others = _staging(started, started.rank), tuple(metadata_files(contents.shards))
+    timeout_s = WORK * options.timeout_s
+    return partial(write_chunks, store, chunks, others, options.io_threads, timeout_s)
 
 
 def _commit(
@@ -77,7 +73,7 @@ def _discard(started: Started, _: Sequence[PackRecord], error: CheckpointError) 
         give_up(staging_of(_root(started), started.save_id).root)
 
 
-CHUNKS = SaveFormat("('zarr', 1)", _job, _commit, _discard)
+CHUNKS = SaveFormat("('zarr', 1)", _writer, _commit, _discard)
 
 
 def _root(started: Started) -> Path:

@@ -235,7 +235,7 @@ def _read(
         loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
 
     def fill() -> None:
-        run_reads(checkpoint, reads, options, deadline)
+        run_reads(checkpoint.begin_reads, reads, options, deadline)
         jobs = [Job(o.key, o.unique_key, partial(read_object, o)) for o in plan.objects]
         Transfer(jobs, 1).wait(deadline.left_s)
 
@@ -255,7 +255,7 @@ def matched(
     Decides for checkpoints of every kind what may be loaded into what: errors are those of
     ``build_read_item`` and ``conversions``.
     """
-    reads = [build_read_item(spec, stored[spec.key]) for spec in specs]
+    reads = [build_read_item(spec, stored[spec.id.key]) for spec in specs]
     dtypes = {key: array.dtype.value for key, array in stored.items()}
     return reads, conversions(tensors, dtypes, is_strict=is_strict)
 

@@ -1,29 +1,23 @@
 """Regions of stored arrays, read into tensors of any dtype, strides and device. Rank-local."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, Region
-from dist_ckpt_strategies.device import (
-    HostSnapshot,
-    build_batches,
-    copy_into,
-    host_view,
-    to_host,
-    torch_dtype,
-)
+from dist_ckpt_strategies.core.array import ArraySpec, Region, groups
+from dist_ckpt_strategies.device import HostSnapshot, copy_into, host_view, to_host, torch_dtype
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.storage.io_pool import Deadline
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
+from dist_ckpt_strategies.storage.store import ArrayRead, BeginReads
 
 TensorRead = tuple[ArraySpec, Region, torch.Tensor]
 """A region of an array, and the tensor that has its shape: of any strides and device."""
 
 
 def run_reads(
-    store: ArrayReader, reads: Sequence[TensorRead], options: Options, deadline: Deadline
+    begin: BeginReads, reads: Sequence[TensorRead], options: Options, deadline: Deadline
 ) -> None:
     """Fill every tensor, of any dtype, from storage.
 
@@ -35,13 +29,13 @@ def run_reads(
     """
     direct, staged, tied = _divided(reads)
     if direct:
-        store.begin_reads(direct).wait(deadline.left_s)
+        begin(direct).wait(deadline.left_s)
     memory = HostSnapshot()
-    for batch in build_batches(staged, options.max_inflight_bytes) if staged else ():
-        _read_staged(store, batch, memory, deadline)
+    for batch in groups(staged, options.max_inflight_bytes, itemgetter(1)) if staged else ():
+        _read_staged(begin, [read for read, _ in batch], memory, deadline)
     for array, region, tensor in tied:
         again = torch.empty_like(tensor)
-        run_reads(store, [(array, region, again)], options, deadline)
+        run_reads(begin, [(array, region, again)], options, deadline)
         if len({host.tobytes() for host in to_host([tensor, again])}) > 1:
             raise PlanError(
                 f"{array.key}: its data is also that of another tensor of this load, for which "
@@ -83,7 +77,7 @@ def _is_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _read_staged(
-    store: ArrayReader, reads: Sequence[TensorRead], memory: HostSnapshot, deadline: Deadline
+    begin: BeginReads, reads: Sequence[TensorRead], memory: HostSnapshot, deadline: Deadline
 ) -> None:
     """A function, so that nothing looks at the memory any more when it has to grow."""
     layouts = [(region.shape, torch_dtype(array.dtype)) for array, region, _ in reads]
@@ -93,5 +87,5 @@ def _read_staged(
         ArrayRead(array, region, host_view(host))
         for (array, region, _), host in zip(reads, hosts, strict=True)
     ]
-    store.begin_reads(requests).wait(deadline.left_s)
+    begin(requests).wait(deadline.left_s)
     copy_into([tensor for _, _, tensor in reads], hosts)

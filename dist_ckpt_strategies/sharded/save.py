@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -23,10 +24,9 @@ from dist_ckpt_strategies.comm.base import (
     run_on_first_rank,
 )
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
+from dist_ckpt_strategies.core.array import ObjectId, ShardSpec, groups
 from dist_ckpt_strategies.device import (
     HostSnapshot,
-    build_batches,
     is_in_order,
     on_own_gpu,
     settle,
@@ -44,11 +44,14 @@ from dist_ckpt_strategies.formats.base import BASE, NamedBase, base_to_name
 from dist_ckpt_strategies.formats.index import NewSave, PackSummary
 from dist_ckpt_strategies.formats.pack import Layout, PackLayout, PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
-from dist_ckpt_strategies.formats.pack_write import PackJob, PackRecord, delete_files, file_of
-from dist_ckpt_strategies.formats.zarr2 import ChunkJob
-from dist_ckpt_strategies.sharded.agreement import (
-    require_one_strategy,
+from dist_ckpt_strategies.formats.pack_write import (
+    PackRecord,
+    Write,
+    delete_files,
+    file_of,
+    write_packs,
 )
+from dist_ckpt_strategies.sharded.agreement import require_one_strategy
 from dist_ckpt_strategies.sharded.ledger import (
     Description,
     Ledger,
@@ -126,7 +129,7 @@ class SaveFormat(NamedTuple):
 
     Attributes:
         name: in words, for messages.
-        job: gives what writes this rank's share: from its tensors, or from a copy of them.
+        writer: gives what writes this rank's share: from its tensors, or from a copy of them.
         commit: makes the save visible, on the first rank: by what all have told and written, the
             content of ``metadata.json``, and whether other arrays may be replaced. It returns why
             Megatron-Core's copies could not be written.
@@ -134,7 +137,7 @@ class SaveFormat(NamedTuple):
     """
 
     name: str
-    job: Callable[[Started], PackJob | ChunkJob]
+    writer: Callable[[Started], Write]
     commit: Callable[[Started, Ledger, Sequence[Message], bytes | None, bool], object]
     discard: Callable[[Started, Sequence[PackRecord], CheckpointError], None]
 
@@ -240,7 +243,7 @@ def write_share(started: Started) -> Sequence[PackRecord]:
     """
     contents, options = started.contents, started.options
     require_space(started)
-    return write_contents(started.format.job(started), started.known.layout, contents, options)
+    return write_contents(started.format.writer(started), started.known.layout, contents, options)
 
 
 def require_space(started: Started) -> None:
@@ -251,16 +254,16 @@ def require_space(started: Started) -> None:
 
 
 def write_contents(
-    job: PackJob | ChunkJob, layout: Layout, contents: Contents, options: Options
+    write: Write, layout: Layout, contents: Contents, options: Options
 ) -> Sequence[PackRecord]:
-    """Write what a rank holds, from its tensors: see ``PackJob.write``. Rank-local.
+    """Write what a rank holds, from its tensors: packs as by ``write_packs``. Rank-local.
 
     CUDA tensors and those that are not in C order are copied first, ``max_inflight_bytes`` at a
     time, or the largest tensor.
     """
     settle(contents.tensors)
     budget = options.max_inflight_bytes // max(1, len(layout.packs))
-    return job.write([host_batches(contents, pack, budget) for pack in layout.packs])
+    return write([host_batches(contents, pack, budget) for pack in layout.packs])
 
 
 def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:
@@ -272,9 +275,9 @@ def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[
         if isinstance(s, torch.Tensor)
     ]
     memory = HostSnapshot()
-    for batch in build_batches(staged, budget):
+    for batch in groups(staged, budget, itemgetter(1)):
         with on_own_gpu():
-            hosts = to_host(batch, memory)
+            hosts = to_host([tensor for tensor, _ in batch], memory)
         yield [host.reshape(-1).view(np.uint8) for host in hosts]
     yield [np.frombuffer(s, np.uint8) for s in sources if isinstance(s, bytes)]
 
@@ -357,25 +360,34 @@ def limits_of(store: Place, options: Options) -> PackLimits:
     return PackLimits(num_packs=options.io_threads)
 
 
-def num_writers(store: Place, options: Options) -> int:
-    """Packs that a rank writes at the same time; a bucket's are in memory twice meanwhile."""
-    most = options.io_threads
-    if isinstance(store, Bucket):
-        most = min(most, options.max_inflight_bytes // (2 * limits_of(store, options).nbytes))
-    return max(1, most)
-
-
-def _pack_job(started: Started) -> PackJob:
-    options = started.options
-    return PackJob(
+def _pack_writer(started: Started) -> Write:
+    return pack_writer(
         started.store,
         started.known.layout.packs,
-        started.save_id,
-        started.rank,
-        WORK * options.timeout_s,
-        num_writers(started.store, options),
-        started.num_packs,
+        started.options,
+        rank=started.rank,
+        save_id=started.save_id,
+        num_packs=started.num_packs,
     )
+
+
+def pack_writer(
+    store: Place,
+    packs: Sequence[PackLayout],
+    options: Options,
+    *,
+    rank: int,
+    save_id: str = "",
+    num_packs: int = 0,
+) -> Write:
+    """What writes packs to a place. Those to a bucket are in memory twice meanwhile."""
+    num_threads = options.io_threads
+    if isinstance(store, Bucket):
+        most = options.max_inflight_bytes // (2 * limits_of(store, options).nbytes)
+        num_threads = max(1, min(num_threads, most))
+    limit_s = WORK * options.timeout_s
+    facts = {"save_id": save_id, "rank": rank, "num_packs": num_packs}
+    return partial(write_packs, store, packs, facts, num_threads, limit_s)
 
 
 def _commit_packs(
@@ -398,7 +410,7 @@ def _discard_packs(started: Started, records: Sequence[PackRecord], _: Checkpoin
     delete_files(started.store, [file_of(record.name) for record in records])
 
 
-PACKS = SaveFormat("('safetensors', 1)", _pack_job, _commit_packs, _discard_packs)
+PACKS = SaveFormat("('safetensors', 1)", _pack_writer, _commit_packs, _discard_packs)
 
 
 def _laid_out(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -99,8 +100,8 @@ class WriterProcess:
         is_ours = self._owner == os.getpid() and not self._connection.closed
         return is_ours and self._process.poll() is None
 
-    def run(self, job: Any, memory: SharedBytes) -> Any:
-        """Have a job done; what it returns, or raises. Blocks, without Python's lock.
+    def run(self, job: Callable[[memoryview], Any], memory: SharedBytes) -> Any:
+        """Have a job done with memory; what it returns, or raises. Blocks, without Python's lock.
 
         When it returns or raises, nothing is being written any more, unless the error says so.
         Raises a StorageError if the process has ended.
@@ -184,7 +185,7 @@ def _memory(memories: dict[int, memoryview], handle: int) -> memoryview:
 
 def _outcome(job: bytes, memory: memoryview) -> Any:
     try:
-        return pickle.loads(job).run(memory)  # noqa: S301 - from the parent
+        return pickle.loads(job)(memory)  # noqa: S301 - from the parent
     except CheckpointError as error:
         return error
     except Exception as error:

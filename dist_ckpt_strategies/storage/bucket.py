@@ -357,3 +357,10 @@ SCHEMES = {"s3": Bucket, "gs": Bucket}
 
 Place = Directory | Bucket
 """What lies below a URL or in a directory; both have the same methods."""
+
+
+def content_of(place: Place, name: str) -> bytes | None:
+    """The content of a file; None where there is none."""
+    with suppress(IncompleteCheckpointError):
+        return place.read(name)
+    return None

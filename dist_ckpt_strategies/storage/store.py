@@ -1,8 +1,8 @@
 """Regions of stored arrays to be read, and the memory that they are read into."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,5 @@ class ArrayRead:
     target: HostArray
 
 
-class ArrayReader(Protocol):
-    """Moves regions of named arrays to memory."""
-
-    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """Issue all reads at once. A missing chunk is an error, never zeros."""
-        ...
+BeginReads = Callable[[Sequence[ArrayRead]], Transfer]
+"""Issues all reads at once. A missing chunk is an error, never zeros."""

@@ -21,11 +21,7 @@ from dist_ckpt_strategies.formats.locations import (
     place_of,
     require_path,
 )
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    dump_loadable,
-    load_content,
-)
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
 from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint
 from dist_ckpt_strategies.formats.zarr2 import object_ids, object_name
 from dist_ckpt_strategies.megatron.shards import (
@@ -64,7 +60,7 @@ def common_read_last(root: Location) -> OpenedSave | None:
         CheckpointChangedError: another save has replaced that. The next call opens the new one.
     """
     key: Any = (StrategyAction.LOAD_COMMON, *TORCH)
-    strategy = REGISTERED[key].strategy if key in REGISTERED else None
+    _, strategy = REGISTERED.get(key, (None, None))
     if not isinstance(strategy, TorchCommonLoadStrategy):
         return None
     save, strategy.opened = strategy.opened, None

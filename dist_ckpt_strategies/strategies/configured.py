@@ -11,10 +11,7 @@ from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import IncompatibleVersionError
 from dist_ckpt_strategies.formats.locations import FORMAT2, FORMAT2_REFUSED
 from dist_ckpt_strategies.formats.objects import Allowed, default_allowed
-from dist_ckpt_strategies.megatron.types import (
-    allow_in_common_state,
-    raises_megatron_errors,
-)
+from dist_ckpt_strategies.megatron.types import allow_in_common_state, raises_megatron_errors
 from dist_ckpt_strategies.storage.io_pool import Deadline, run_within
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from inspect import signature
 from itertools import product
 from operator import call
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from dist_ckpt_strategies.comm.base import run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -86,8 +86,9 @@ def uninstall() -> None:
     """Put Megatron-Core's functions, and its registry, back. Rank-local; undoes ``install``."""
     undo: _Undo | None = getattr(serialization.save, _UNDO, None)
     if undo is not None:
-        _replace_everywhere({ours: theirs for theirs, ours in undo.replaced.items()})
-        put_back(undo.registered)
+        replaced, registered = undo
+        _replace_everywhere({ours: theirs for theirs, ours in replaced.items()})
+        put_back(registered)
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def replace_functions(
         saver = kind(*sharded_strategy, options=chosen, allow=allow)
     ways = _Ways(saver, tuple(allow), chosen, save_by, load_by)
     earlier: _Undo | None = getattr(serialization.save, _UNDO, None)
-    theirs_of = {ours: theirs for theirs, ours in earlier.replaced.items()} if earlier else {}
+    theirs_of = {ours: theirs for theirs, ours in earlier[0].items()} if earlier else {}
     replaced: dict[Any, Any] = {}
     holders = serialization, sys.modules[serialization.__package__ or ""]
     for holder, (name, ours) in product(holders, _REPLACED.items()):
@@ -130,7 +131,7 @@ def replace_functions(
         if theirs is not None and theirs not in replaced:
             replaced[theirs] = _in_place_of(theirs, partial(ours, ways, theirs))
     uninstall()  # nothing is refused from here on
-    undo = _Undo(replaced, registered_formats())
+    undo: _Undo = (replaced, registered_formats())
     for function in replaced.values():
         setattr(function, _UNDO, undo)
     if has_registry():  # there Megatron-Core looks strategies up by what a checkpoint names
@@ -138,11 +139,8 @@ def replace_functions(
     _replace_everywhere(replaced)
 
 
-class _Undo(NamedTuple):
-    """The functions that were replaced, with ours, and what was registered before."""
-
-    replaced: Mapping[Any, Any]
-    registered: Any
+_Undo = tuple[Mapping[Any, Any], Any]
+"""The functions that were replaced, with ours, and what was registered before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +158,6 @@ class _Ways:
 
     def loader(self, group: Any = None) -> OwnLoadShardedStrategy:
         return OwnLoadShardedStrategy(group=group, options=self.options, allow=self.allow)
-
-
-class _Parallel(NamedTuple):
-    """A fully parallel wrapper, which says who saves what, around a strategy of this package."""
-
-    base_strategy: Any
-    apply_saving_parallelization: Callable[[StateDict], None]
-
-    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        self.apply_saving_parallelization(sharded_state_dict)
-        self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +204,10 @@ def _save(
     shares = getattr(strategy, "apply_saving_parallelization", None)
     is_default = _is_default(base) and (base is strategy or shares is not None)
     if is_default and ways.saver is not None:
-        strategy = _Parallel(ways.saver, shares) if shares else ways.saver
+        strategy = ways.saver
+        if shares:  # a fully parallel wrapper says who saves what
+            parts = {"base_strategy": ways.saver, "save": ways.saver.save}
+            strategy = SimpleNamespace(**parts, apply_saving_parallelization=shares)
     elif is_default or not (isinstance(base, (Configured, tuple)) or is_discarded(strategy)):
         return theirs(sharded_state_dict, checkpoint_dir, strategy, **arguments)
     arguments |= {"sharded_strategy": strategy, "allow": ways.allow}

@@ -52,9 +52,7 @@ from dist_ckpt_strategies.sharded.agreement import (
     require_one_strategy,
     require_same_checkpoint,
 )
-from dist_ckpt_strategies.sharded.checks import (
-    check_load,
-)
+from dist_ckpt_strategies.sharded.checks import check_load
 from dist_ckpt_strategies.sharded.load import (
     LoadPlan,
     conversions,
@@ -65,10 +63,7 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.common import (
-    TorchCommonLoadStrategy,
-    common_content,
-)
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, common_content
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     restore_common,
@@ -396,13 +391,14 @@ def _load_otherwise(call: _Call, begun: _Load, answers: Sequence[Message]) -> Lo
     comm = call.comm
     require_same_checkpoint(comm, call.checkpoint_dir, [identity for _, identity in answers])
     strict, stored_keys = begun.strict, partial(_stored_keys, begun)
-    outcome = check_load(comm, begun.wanted, strict, stored_keys, call.validates)
+    wanted, *differing = check_load(comm, begun.wanted, strict, stored_keys, call.validates)
 
     limit_s = ENDING * call.options.timeout_s
-    read = lambda: begun.finish(*_called(comm, begun, outcome.sharded))  # noqa: E731
+    read = lambda: begun.finish(*_called(comm, begun, wanted))  # noqa: E731
     result = run_collectively(comm, lambda: begun.save.read(read, limit_s))
     if StrictHandling.requires_returning_mismatch_keys(strict):
-        return result, outcome.missing, outcome.unexpected
+        missing, unexpected = differing
+        return result, missing, unexpected
     return result
 
 

@@ -36,10 +36,7 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ALL, OPENING, Deadline, run_within
-from dist_ckpt_strategies.strategies.common import (
-    common_read_last,
-    require_own_common,
-)
+from dist_ckpt_strategies.strategies.common import common_read_last, require_own_common
 from dist_ckpt_strategies.strategies.configured import Configured
 
 ZARR, PACK = ("zarr", 1), PACKS.sharded_format

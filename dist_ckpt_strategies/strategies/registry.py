@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed
@@ -18,9 +18,7 @@ from dist_ckpt_strategies.config import (
     options_from_environment,
     rank_from_environment,
 )
-from dist_ckpt_strategies.errors import (
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.locations import PACKS
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
 from dist_ckpt_strategies.megatron.types import (
@@ -53,29 +51,11 @@ StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
 
 
-class _Key(NamedTuple):
-    """What a strategy is looked up by: ``(SAVE_SHARDED, "zarr", 1)``."""
+_Key = tuple[StrategyAction, str, int]
+"""What a strategy is looked up by: ``(SAVE_SHARDED, "zarr", 1)``."""
 
-    action: StrategyAction
-    backend: str
-    version: int
-
-    def __str__(self) -> str:
-        """The key as users write it."""
-        action = getattr(self.action, "value", self.action)
-        return f"({action}, {self.backend!r}, {self.version!r})"
-
-
-@dataclass(slots=True)
-class _Registered:
-    """A strategy, once it was made, and what it was made by or given as."""
-
-    factory: Strategy | Callable[[], Strategy]
-    strategy: Strategy | None = None
-
-
-REGISTERED: dict[_Key, _Registered] = {}
-"""The strategies that were registered here, by key."""
+REGISTERED: dict[_Key, tuple[Strategy | Callable[[], Strategy], Strategy | None]] = {}
+"""What was registered here: what makes a strategy, or a strategy, and what it has made."""
 
 _SAVE, _LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
 _SAVE_COMMON, _LOAD_COMMON = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
@@ -92,15 +72,15 @@ _NO_REGISTRY = (
 
 _DEFAULTS: Mapping[_Key, str] = MappingProxyType(
     {
-        _Key(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
-        _Key(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
-        _Key(_LOAD, "zarr", 2): "zarr.ZarrLoadShardedStrategy",
-        _Key(_SAVE, "safetensors", 1): "safetensors.PackSaveShardedStrategy",
-        _Key(_LOAD, "safetensors", 1): "safetensors.PackLoadShardedStrategy",
-        _Key(_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",
-        _Key(_LOAD, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedLoadShardedStrategy",
-        _Key(_SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
-        _Key(_LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
+        (_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
+        (_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
+        (_LOAD, "zarr", 2): "zarr.ZarrLoadShardedStrategy",
+        (_SAVE, "safetensors", 1): "safetensors.PackSaveShardedStrategy",
+        (_LOAD, "safetensors", 1): "safetensors.PackLoadShardedStrategy",
+        (_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",
+        (_LOAD, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedLoadShardedStrategy",
+        (_SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
+        (_LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
     }
 )
 """Module and class of this package's strategy for each key, imported at the first look-up."""
@@ -161,7 +141,7 @@ def register(
         key: _OwnFactory(name, chosen, tuple(allow), local or LocalOptions())
         for key, name in _DEFAULTS.items()
     }
-    common = {key: factories.pop(key) for key in _DEFAULTS if key.backend == "torch"}
+    common = {key: factories.pop(key) for key in _DEFAULTS if key[1] == "torch"}
     _register_everywhere(factories, replace=replace)
     if replace_common:
         _register_everywhere(common, replace=True)
@@ -171,7 +151,7 @@ def register(
             _put(key, factory)
 
 
-_Held = Mapping[_Key, tuple[_Registered | None, Strategy | None]]
+_Held = Mapping[_Key, tuple[Any, Strategy | None]]
 
 
 def registered_formats() -> _Held:
@@ -218,14 +198,14 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     Raises:
         StrategyError: nothing is registered; the message lists what is.
     """
-    key = _Key(action, backend, version)
+    key = (action, backend, version)
     if key not in REGISTERED:
         raise _not_found(key, REGISTERED)
-    registered = REGISTERED[key]
-    if registered.strategy is None:
-        factory = registered.factory
-        registered.strategy = factory if _is_instance(factory) else factory()
-    return registered.strategy
+    factory, strategy = REGISTERED[key]
+    if strategy is None:
+        strategy = factory if _is_instance(factory) else factory()
+        REGISTERED[key] = factory, strategy
+    return strategy
 
 
 @raises_megatron_errors
@@ -260,10 +240,10 @@ def register_default_strategy(
             f"expected an action, a str, an int and a strategy or callable, found {given!r} and "
             f"{strategy!r}"
         )
-    key = _Key(action, backend, version)
-    present = REGISTERED.get(key)
-    if present is not None and present.factory != strategy and not replace:
-        raise _exists(key, present.factory)
+    key = (action, backend, version)
+    present, _ = REGISTERED.get(key, (strategy, None))
+    if present != strategy and not replace:
+        raise _exists(key, present)
     _put(key, strategy)
 
 
@@ -290,7 +270,7 @@ def resolve(
             raise StrategyError(
                 f"expected a {kind} or a tuple (backend, version), found {choice!r}"
             )
-        key = _Key(action, *named)
+        key = (action, *named)
         if key in REGISTERED:
             strategy = get_default_strategy(*key)
         elif key in _DEFAULTS:
@@ -300,7 +280,7 @@ def resolve(
         else:
             raise _not_found(key, {*REGISTERED, *_DEFAULTS})
         if not is_strategy(strategy, action):
-            raise StrategyError(f"{key}: expected a {kind} there, found {strategy!r}")
+            raise StrategyError(f"{_text(key)}: expected a {kind} there, found {strategy!r}")
     else:
         group = None
     if isinstance(strategy, Configured) and (timeout_s, group) != (None, None):
@@ -375,13 +355,13 @@ def _is_instance(strategy: Any) -> bool:
 
 
 def _put(key: _Key, factory: Strategy | Callable[[], Strategy]) -> None:
-    if key not in REGISTERED or REGISTERED[key].factory != factory:
-        REGISTERED[key] = _Registered(factory)
+    if key not in REGISTERED or REGISTERED[key][0] != factory:
+        REGISTERED[key] = factory, None
 
 
 def _register_one(action: StrategyAction, name: str) -> None:
     factory = _OwnFactory(name, options_from_environment())
-    _register_everywhere({_Key(action, "zarr", 1): factory}, replace=False)
+    _register_everywhere({(action, "zarr", 1): factory}, replace=False)
 
 
 def _register_everywhere(
@@ -394,7 +374,7 @@ def _register_everywhere(
     for key, factory in () if replace else factories.items():
         ours = get_default_strategy(*key) if key in REGISTERED else None
         theirs = registered_strategy(*key)
-        if ours is not None and REGISTERED[key].factory != factory:
+        if ours is not None and REGISTERED[key][0] != factory:
             raise _exists(key, type(ours).__qualname__)
         if theirs is not None and theirs is not ours:
             raise _exists(key, type(theirs).__qualname__)
@@ -406,12 +386,18 @@ def _register_everywhere(
 
 def _exists(key: _Key, present: object) -> StrategyError:
     return StrategyError(
-        f"{key} is already registered ({present}), with another strategy or other arguments; pass "
-        "replace=True to replace it"
+        f"{_text(key)} is already registered ({present}), with another strategy or other "
+        "arguments; pass replace=True to replace it"
     )
 
 
 def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyError:
-    known = sorted(known, key=lambda k: (k.backend, k.version, k.action.value))
-    names = ", ".join(map(str, known)) or "none"
-    return StrategyError(f"no strategy for {key}; registered: {names}")
+    listed = sorted((backend, version, action.value) for action, backend, version in known)
+    names = ", ".join(_text((action, *of_format)) for *of_format, action in listed) or "none"
+    return StrategyError(f"no strategy for {_text(key)}; registered: {names}")
+
+
+def _text(key: tuple[Any, ...]) -> str:
+    """The key as users write it."""
+    action, backend, version = key
+    return f"({getattr(action, 'value', action)}, {backend!r}, {version!r})"

@@ -1,9 +1,8 @@
 """The format ("safetensors", 1): one pack per rank. Save and load strategies."""
 
-from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.pack_commit import set_other_format_aside
 from dist_ckpt_strategies.sharded.save import PACKS
-from dist_ckpt_strategies.storage.bucket import Place
+from dist_ckpt_strategies.storage.bucket import Place, content_of
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
 from dist_ckpt_strategies.storage.io_pool import OPENING
 from dist_ckpt_strategies.strategies.own_load import PACK, OwnLoadShardedStrategy
@@ -26,11 +25,8 @@ class PackSaveShardedStrategy(OwnSaveShardedStrategy):
         """
 
         def read() -> bytes | None:
-            try:
-                content = store.read(COMMON_NAME)
-            except IncompleteCheckpointError:
-                return None
-            if isinstance(store, Directory):
+            content = content_of(store, COMMON_NAME)
+            if content is not None and isinstance(store, Directory):
                 store.sync(COMMON_NAME)
                 set_other_format_aside(store)
             return content

@@ -23,11 +23,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.commit import (
-    commit_staged,
-    require_unfinished,
-    staging_of,
-)
+from dist_ckpt_strategies.formats.commit import commit_staged, require_unfinished, staging_of
 from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
@@ -43,22 +39,12 @@ from dist_ckpt_strategies.megatron.types import (
     raises_megatron_errors,
     require_psutil,
 )
-from dist_ckpt_strategies.sharded.agreement import (
-    require_one_strategy,
-)
+from dist_ckpt_strategies.sharded.agreement import require_one_strategy
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
-from dist_ckpt_strategies.sharded.checks import (
-    check_save,
-    warn_of_differences,
-)
+from dist_ckpt_strategies.sharded.checks import check_save, warn_of_differences
 from dist_ckpt_strategies.sharded.save import Contents, start_save
 from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
-    Directory,
-    file_errors,
-    make_directories,
-)
+from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory, file_errors, make_directories
 from dist_ckpt_strategies.storage.host import no_garbage_collection
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
 from dist_ckpt_strategies.strategies.common import COMMON_STATE, TORCH, TorchCommonSaveStrategy

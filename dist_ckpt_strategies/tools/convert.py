@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
 from dist_ckpt_strategies.config import MIB, Verify
-from dist_ckpt_strategies.core.array import ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointExistsError,
@@ -25,7 +26,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.formats.index import SAVES
+from dist_ckpt_strategies.formats.index import SAVES, NewSave
 from dist_ckpt_strategies.formats.locations import (
     Location,
     is_finished,
@@ -34,7 +35,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.pack import UNVERIFIED
+from dist_ckpt_strategies.formats.pack import UNVERIFIED, Digests
 from dist_ckpt_strategies.formats.pack_commit import new_save_id
 from dist_ckpt_strategies.formats.pack_write import FOLDER
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -47,19 +48,31 @@ from dist_ckpt_strategies.storage.files import (
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions, resolved
-from dist_ckpt_strategies.tools.pack_writer import PackWriter
+from dist_ckpt_strategies.tools.pack_writer import (
+    commit_packs,
+    delete_packs,
+    finish_packs,
+    write_packs,
+)
 from dist_ckpt_strategies.tools.plan_convert import (
     ConvertPlan,
     FileTask,
     Format,
-    SourceArray,
     build_convert_plan,
 )
 from dist_ckpt_strategies.tools.rescue import find_readable, read_all, rescued_common, undescribed
-from dist_ckpt_strategies.tools.safetensors import SafetensorsWriter
+from dist_ckpt_strategies.tools.safetensors import finish_safetensors, write_safetensors
 from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
-from dist_ckpt_strategies.tools.writers import TargetWriter, Zarr1Writer, stage
-from dist_ckpt_strategies.tools.zarr3 import Zarr3Writer
+from dist_ckpt_strategies.tools.writers import (
+    Finish,
+    Target,
+    Write,
+    commit_files,
+    finish_zarr1,
+    stage,
+    write_zarr1,
+)
+from dist_ckpt_strategies.tools.zarr3 import finish_zarr3, write_zarr3
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
@@ -204,7 +217,7 @@ def upgrade(  # noqa: PLR0913
 class _Chosen:
     """What is converted; ``common``, the file of the common state, on the first rank."""
 
-    arrays: Sequence[SourceArray]
+    arrays: Sequence[ArraySpec]
     objects: Sequence[ObjectId]
     common: bytes = b""
     missing: tuple[Missing, ...] = ()
@@ -245,15 +258,16 @@ class _Conversion:
             return new_save_id(place_of(root))
 
         save_id = ranks.run_on_first(begin)
-        writer = ranks.run(lambda: self._writer(opened, root, save_id, plan))
+        writing, *functions = ranks.run(lambda: self._writing_to(opened, root, save_id, plan))
         try:
-            save = self._write(opened, writer, chosen.common)
+            save = self._write(opened, writing, functions, chosen.common)
         except StorageTimeoutError:
             raise  # a thread may still write
         except StorageError:
-            writer.abandon()
+            delete_packs(writing)
             raise
-        ranks.run_on_first(lambda: writer.commit(save))
+        commit = partial(commit_packs, writing, save) if save else partial(commit_files, writing)
+        ranks.run_on_first(commit)
         counts = len(plan.arrays), len(plan.objects), plan.nbytes
         return ConvertReport(*counts, time.monotonic() - started, chosen.missing)
 
@@ -335,55 +349,64 @@ class _Conversion:
             features=features,
         )
 
-    def _writer(
+    def _writing_to(
         self, opened: OpenedCheckpoint, root: Location, save_id: str, plan: ConvertPlan
-    ) -> TargetWriter:
-        to, block_nbytes = plan.target, self.options.block_nbytes
-        if to is Format.PACK:
-            sources = (item.source.key for task in plan.tasks for item in task.items)
-            keys = () if UNVERIFIED in plan.features else sorted(set(sources))
-            digests = opened.block_digests(keys)
-            return PackWriter(place_of(root), save_id, plan, block_nbytes, digests)
-        assert isinstance(root, Path)  # noqa: S101 - see ``_target``
-        if to is Format.TORCH_DIST:
-            from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415 - torch
+    ) -> tuple[Target, Write, Finish]:
+        digests: Mapping[tuple[str, Region], Digests] = {}
+        if plan.target is Format.PACK and UNVERIFIED not in plan.features:
+            keys = {item.source.key for task in plan.tasks for item in task.items}
+            digests = opened.stored.digests(sorted(keys))
+        block_nbytes = self.options.block_nbytes
+        target = Target(plan, root, save_id, block_nbytes, opened.allowed, digests)
+        return target, *_functions(plan.target)
 
-            return TorchDistWriter(root, save_id, plan, block_nbytes, opened.allowed)
-        return _WRITERS[to](root, save_id, plan, block_nbytes)
+    def _write(
+        self, opened: OpenedCheckpoint, target: Target, functions: Sequence[Any], common: bytes
+    ) -> NewSave | None:
+        """Write all of it, durably; the save to commit, of packs, on the first rank. Collective."""
+        plan, (write, finish) = target.plan, functions
 
-    def _write(self, opened: OpenedCheckpoint, writer: TargetWriter, common: bytes) -> Any:
-        """Write all of it, durably; what the commit needs, on the first rank. Collective."""
-
-        def write(task: FileTask, count: Count) -> Any:
+        def write_task(task: FileTask, count: Count) -> Any:
             def read(*reads: ArrayRead) -> None:
                 opened.read_into(*reads)
                 count(sum(read.target.nbytes for read in reads))
 
-            return opened.unchanged(lambda: writer.write(task, read))
+            return opened.unchanged(lambda: write(target, task, read))
 
         records = self.ranks.share(
-            writer.plan.tasks,
+            plan.tasks,
             lambda task: task.nbytes,
-            write,
+            write_task,
             num_threads=self.options.threads,
             watch=self.watch,
         )
         gathered = self.ranks.gather(lambda: list(records.items()))
-        objects = ((one, opened.object_content(one)) for one in writer.plan.objects)
+        objects = ((one, opened.object_content(one)) for one in plan.objects)
 
-        def finish() -> Any:
+        def finish_all() -> Any:
             of_tasks = dict(chain.from_iterable(gathered))
-            return opened.unchanged(lambda: writer.finish(of_tasks, objects, common))
+            return opened.unchanged(lambda: finish(target, of_tasks, objects, common))
 
-        return self.ranks.run(lambda: finish() if self.ranks.rank == 0 else None)
+        return self.ranks.run(lambda: finish_all() if self.ranks.rank == 0 else None)
 
 
 _FILE_NBYTES = {Format.SAFETENSORS: 5 * 10**9}
-_WRITERS: Mapping[Format, Callable[[Path, str, ConvertPlan, int], TargetWriter]] = {
-    Format.ZARR1: Zarr1Writer,
-    Format.ZARR3: Zarr3Writer,
-    Format.SAFETENSORS: SafetensorsWriter,
-}
+
+
+def _functions(target: Format) -> tuple[Write, Finish]:
+    """What writes a format."""
+    match target:
+        case Format.PACK:
+            return write_packs, finish_packs
+        case Format.ZARR1:
+            return write_zarr1, finish_zarr1
+        case Format.ZARR3:
+            return write_zarr3, finish_zarr3
+        case Format.SAFETENSORS:
+            return write_safetensors, finish_safetensors
+    from dist_ckpt_strategies.tools import torch_dist  # noqa: PLC0415 - torch
+
+    return torch_dist.write_torch_dist, torch_dist.finish_torch_dist
 
 
 def _require_free(root: Location, to: Format, source: Location | str) -> None:

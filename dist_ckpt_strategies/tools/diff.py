@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.core.array import ObjectId, Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError, raises_megatron_errors
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.formats.pack import Digests
@@ -22,7 +22,7 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions
-from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks
+from dist_ckpt_strategies.tools.plan_convert import blocks
 from dist_ckpt_strategies.tools.rescue import find_readable, tried
 from dist_ckpt_strategies.tools.upgrade import renamed_keys, upgraded_common
 from dist_ckpt_strategies.tools.writers import Memory, bytes_of
@@ -154,7 +154,7 @@ def diff(  # noqa: PLR0913
     return _Comparison(ranks, chosen, *opened).run(keys, watch)
 
 
-Pair = tuple[SourceArray, SourceArray]
+Pair = tuple[ArraySpec, ArraySpec]
 """An array as both have it, with the same shape and dtype."""
 
 
@@ -177,17 +177,17 @@ class _Comparison:
         differences += filter(None, misfits)
         differences += self._compared(same, watch)
         differences.sort(key=lambda difference: (difference.key, difference.difference))
-        rows: list[Any] = []
+        objects: list[ObjectDifference] = []
         num_objects = 0
         if keys is None:
             is_upgraded = num_renamed > 0
-            rows = self._ranks.run_on_first(
-                lambda: self._unchanged(lambda: [*map(astuple, self._objects(is_upgraded))])
+            objects = self._ranks.run_on_first(
+                lambda: self._unchanged(lambda: [*self._objects(is_upgraded)])
             )
             num_objects = len({*self._a.object_ids} & {*self._b.object_ids})
         return DiffReport(
             tuple(differences),
-            tuple(ObjectDifference(key, Difference(what), *rest) for key, what, *rest in rows),
+            tuple(objects),
             len(pairs),
             num_objects,
             sum(one.nbytes for one, _ in same),
@@ -235,8 +235,8 @@ class _Comparison:
         """
 
         def tasks() -> list[tuple[Pair, Region]]:
-            mine = self._a.block_digests([one.key for one, _ in pairs])
-            theirs = self._b.block_digests([other.key for _, other in pairs]) if mine else {}
+            mine = self._a.stored.digests([one.key for one, _ in pairs])
+            theirs = self._b.stored.digests([other.key for _, other in pairs]) if mine else {}
             return [
                 ((one, other), region)
                 for one, other in pairs
@@ -252,12 +252,8 @@ class _Comparison:
             num_threads=self._options.threads,
             watch=watch,
         )
-        own = _merged(chain.from_iterable(results.values()))
-        rows = chain.from_iterable(self._ranks.gather(lambda: list(map(astuple, own))))
-        return _merged(
-            ArrayDifference(key, Difference(difference), a, b, index and tuple(index), *rest)
-            for key, difference, a, b, index, *rest in rows
-        )
+        own = list(_merged(chain.from_iterable(results.values())))
+        return _merged(chain.from_iterable(self._ranks.gather(lambda: own)))
 
     def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
         """How a region differs."""
@@ -299,9 +295,7 @@ class _Comparison:
         if mine is None or theirs is None:
             yield ObjectDifference(key, Difference.DAMAGED, "", a, b)
         elif mine != theirs:
-            from dist_ckpt_strategies.tools.diff_values import (  # noqa: PLC0415 - torch
-                differing_places,
-            )
+            from dist_ckpt_strategies.tools.diff_values import differing_places  # noqa: PLC0415 - torch
 
             values = []
             for opened, stored in ((self._a, mine), (self._b, theirs)):
@@ -343,14 +337,14 @@ def _merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
     return merged.values()
 
 
-def _single(array: SourceArray, difference: Difference) -> ArrayDifference:
+def _single(array: ArraySpec, difference: Difference) -> ArrayDifference:
     """An array that one of them has."""
     text, is_first = f"{array.dtype.value} {array.shape}", difference is Difference.ONLY_IN_A
     a, b = (text, "nothing") if is_first else ("nothing", text)
     return ArrayDifference(array.key, difference, a, b)
 
 
-def _misfit(one: SourceArray, other: SourceArray) -> ArrayDifference | None:
+def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
     """What keeps the elements of two arrays from being compared, if anything."""
     if one.shape != other.shape:
         return ArrayDifference(one.key, Difference.SHAPE, str(one.shape), str(other.shape))

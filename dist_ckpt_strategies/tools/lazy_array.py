@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.errors import PlanError, raises_megatron_errors
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
-from dist_ckpt_strategies.tools.plan_convert import SourceArray
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,7 @@ class LazyArray:
     """
 
     def __init__(
-        self, array: SourceArray, read: Callable[[ArrayRead], None], max_inflight_bytes: int
+        self, array: ArraySpec, read: Callable[[ArrayRead], None], max_inflight_bytes: int
     ) -> None:
         self._array, self._read, self._max_nbytes = array, read, max_inflight_bytes
         self.key, self.shape = array.key, array.shape

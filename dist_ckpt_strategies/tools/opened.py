@@ -7,12 +7,13 @@ exchange alone, in the files of those names here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, ObjectId, Region
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointNotFoundError,
@@ -33,17 +34,15 @@ from dist_ckpt_strategies.formats.locations import (
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     default_allowed,
-    dump_object,
     load_content,
     require_archive,
 )
-from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, Directory, file_errors
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, file_errors
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.lazy_array import LazyArray
-from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
+from dist_ckpt_strategies.tools.plan_convert import Format
 from dist_ckpt_strategies.tools.safetensors import SafetensorsCheckpoint, holds_safetensors
 from dist_ckpt_strategies.tools.zarr3 import Zarr3Checkpoint
 
@@ -140,6 +139,8 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
     Attributes:
         root: the place, absolute.
         kind: what ``convert`` calls its format.
+        stored: what reads it in its own format.
+        options: how it is read.
         objects: the ShardedObjects by unique key, ``KEY/shard_OFFSET_SHAPE``; each is unpickled,
             with the list of allowed classes, when it is asked for.
     """
@@ -153,7 +154,7 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
         allow: Allowed,
     ) -> None:
         self.root, self.kind = root, kind
-        self._stored, self._options, self._allow = stored, options, allow
+        self.stored, self.options, self._allow = stored, options, allow
         self.objects: Mapping[str, Any] = _Objects(self)
 
     @property
@@ -164,12 +165,12 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
     @property
     def identity(self) -> str:
         """Tells this save from others at the same place, where anything does."""
-        return self._stored.identity
+        return self.stored.identity
 
     @property
     def features(self) -> tuple[str, ...]:
         """Of packs; see ``pack.UNVERIFIED``."""
-        return self._stored.features if isinstance(self._stored, PackCheckpoint) else ()
+        return self.stored.features
 
     @cached_property
     @raises_megatron_errors
@@ -216,14 +217,9 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
 
     @cached_property
     def _keys(self) -> tuple[str, ...]:
-        return tuple(sorted(self.unchanged(lambda: [*self._stored.keys()])))
+        return tuple(sorted(self.unchanged(lambda: [*self.stored.keys()])))
 
     # What the tools read
-
-    @property
-    def stored(self) -> StoredCheckpoint:
-        """What reads it in its own format."""
-        return self._stored
 
     @cached_property
     def allowed(self) -> Allowed:
@@ -232,55 +228,43 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
 
     def unchanged(self, step: Callable[[], T]) -> T:
         """What a step reads of it; a StorageError where another save has replaced it meanwhile."""
-        return self._stored.save.read(step)
+        return self.stored.save.read(step)
 
-    def find(self, keys: Iterable[str]) -> list[SourceArray]:
+    def find(self, keys: Iterable[str]) -> list[ArraySpec]:
         """The arrays of these keys, sorted, as they are stored."""
-        stored, arrays = self._stored, []
-        for key, spec in stored.find(keys).items():
-            blocks = tuple(stored.blocks(key)) if isinstance(stored, PackCheckpoint) else None
-            blocks = spec.blocks if isinstance(spec, SourceArray) else blocks
-            grid = spec.chunk_shape, spec.separator, spec.is_raw
-            arrays.append(SourceArray(key, spec.shape, spec.dtype, *grid, blocks))
-        return arrays
-
-    @property
-    def max_inflight_bytes(self) -> int:
-        """See Options."""
-        return self._options.max_inflight_bytes
+        stored, found = self.stored, list(self.stored.find(keys).values())
+        if isinstance(stored, PackCheckpoint):
+            return [replace(array, blocks=tuple(stored.blocks(array.key))) for array in found]
+        return found
 
     def read_into(self, *reads: ArrayRead) -> None:
         """Fill memory with regions of arrays that ``find`` has given. What has digests is verified.
 
         Raises a StorageError if elements are missing or damaged, or cannot be read.
         """
-        self._stored.begin_reads(reads).wait(self._options.timeout_s)
+        self.stored.begin_reads(reads).wait(self.options.timeout_s)
 
-    def _lazy(self, array: SourceArray) -> LazyArray:
+    def _lazy(self, array: ArraySpec) -> LazyArray:
         def read(wanted: ArrayRead) -> None:
             self.unchanged(lambda: self.read_into(wanted))
 
-        return LazyArray(array, read, self.max_inflight_bytes)
-
-    def block_digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
-        """The digests of all ranges of each stored block, where the format has them."""
-        return self._stored.digests(keys) if isinstance(self._stored, PackCheckpoint) else {}
+        return LazyArray(array, read, self.options.max_inflight_bytes)
 
     @cached_property
     def object_ids(self) -> Sequence[ObjectId]:
         """All shards of objects, sorted; not one that stands for the file of the common state."""
-        ids = sorted(self.unchanged(lambda: [*self._stored.object_ids()]))
+        ids = sorted(self.unchanged(lambda: [*self.stored.object_ids()]))
         if COMMON_OBJECT in ids:
             try:
-                self._common_file()
+                self.stored.common_content()
             except IncompleteCheckpointError:
                 ids.remove(COMMON_OBJECT)
         return tuple(ids)
 
     def object_content(self, object_id: ObjectId) -> bytes:
         """One shard of an object, for ``load_content``; errors as in ``read_into``."""
-        content = self._stored.object_content(object_id)
-        require_archive(content, self._stored.object_path(object_id), object_id.unique_key)
+        content = self.stored.object_content(object_id)
+        require_archive(content, self.stored.object_path(object_id), object_id.unique_key)
         return content
 
     def common_content(self) -> bytes:
@@ -290,21 +274,13 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
         IncompleteCheckpointError if there is neither, CorruptCheckpointError if it is damaged.
         """
         try:
-            content = self._common_file()
+            content = self.stored.common_content()
         except IncompleteCheckpointError:
-            if COMMON_OBJECT not in self._stored.object_ids():
+            if COMMON_OBJECT not in self.stored.object_ids():
                 raise
             return self.object_content(COMMON_OBJECT)
         require_archive(content, f"{self.root}/{COMMON_NAME}", "common state")
         return content
-
-    def _common_file(self) -> bytes:
-        if isinstance(self._stored, PackCheckpoint):
-            return self._stored.common_content()
-        if self.kind is Format.SAFETENSORS:
-            return dump_object({}, name="common state")
-        assert isinstance(self.root, Path)  # noqa: S101 - only packs are read from elsewhere
-        return Directory(self.root).read(COMMON_NAME)
 
 
 class _Objects(Mapping[str, Any]):

@@ -3,18 +3,18 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from itertools import chain
 from operator import add, itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import DType, Region, runs
+from dist_ckpt_strategies.core.array import DType, Region, groups, runs
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from dist_ckpt_strategies.formats.commit import require_own_place
 from dist_ckpt_strategies.formats.index import NewSave, PackSummary, array_segments
-from dist_ckpt_strategies.formats.locations import PACKS
+from dist_ckpt_strategies.formats.locations import PACKS, place_of
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, PackLayout, lay_out
 from dist_ckpt_strategies.formats.pack_commit import commit, read_pointer
 from dist_ckpt_strategies.formats.pack_write import (
@@ -25,11 +25,9 @@ from dist_ckpt_strategies.formats.pack_write import (
     new_pack_name,
     write_pack,
 )
-from dist_ckpt_strategies.storage.bucket import Place
-from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.store import ArrayRead, Bytes
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem, groups
-from dist_ckpt_strategies.tools.writers import Objects, Read, TargetWriter
+from dist_ckpt_strategies.tools.plan_convert import FileTask, WriteItem
+from dist_ckpt_strategies.tools.writers import Objects, Read, Target
 
 _OBJECTS_NBYTES = 64 << 20
 """Of one pack, which is in memory when it is written; a larger object goes alone."""
@@ -38,104 +36,95 @@ _OBJECT_NBYTES = 8 << 10
 """What an object counts for at least: so a pack has no more than some thousands."""
 
 
-class PackWriter(TargetWriter):
-    """Writes ("safetensors", 1); see TargetWriter. Objects and common state have own packs.
+def write_packs(target: Target, task: FileTask, read: Read) -> PackRecord:
+    """See ``Write``. Gives the pack's record.
 
-    All packs are in the name of rank 0, whichever rank writes them. ``digests`` are those of blocks
-    of the source, which are compared with them while they are read, and not taken again.
+    All packs are in the name of rank 0, whichever rank writes them.
     """
+    stored = [target.digests.get((item.source.key, item.region)) for item in task.items]
+    known = [digests for digests in stored if digests is not None]
+    digests = np.concatenate(known) if stored and len(known) == len(stored) else None
+    pack = target.plan.layout.packs[int(task.name)]
+    return _write(target, pack, _batches(target, task, read), digests)
 
-    def __init__(
-        self,
-        store: Place,
-        save_id: str,
-        plan: ConvertPlan,
-        block_nbytes: int,
-        digests: Mapping[tuple[str, Region], Digests],
-    ) -> None:
-        super().__init__(plan, block_nbytes)
-        self._store, self._save_id, self._digests = store, save_id, digests
-        self._files: list[str] = []
 
-    def write(self, task: FileTask, read: Read) -> list[Any]:
-        """See TargetWriter. Gives the fields of the pack's record."""
-        pack = self.plan.layout.packs[int(task.name)]
-        stored = [self._digests.get((item.source.key, item.region)) for item in task.items]
-        known = [digests for digests in stored if digests is not None]
-        digests = np.concatenate(known) if stored and len(known) == len(stored) else None
-        return [*astuple(self._write(pack, self._batches(task, read), digests))]
+def _write(
+    target: Target,
+    pack: PackLayout,
+    contents: Iterable[Sequence[Bytes]],
+    digests: Digests | None = None,
+) -> PackRecord:
+    name, store = new_pack_name(), place_of(target.root)
+    target.written.append(file_of(name))
+    return write_pack(store, name, pack, contents, save_id=target.save_id, rank=0, digests=digests)
 
-    def _write(
-        self,
-        pack: PackLayout,
-        contents: Iterable[Sequence[Bytes]],
-        digests: Digests | None = None,
-    ) -> PackRecord:
-        name = new_pack_name()
-        self._files.append(file_of(name))
-        return write_pack(
-            self._store, name, pack, contents, save_id=self._save_id, rank=0, digests=digests
-        )
 
-    def _batches(self, task: FileTask, read: Read) -> Iterator[list[Bytes]]:
-        """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
-        nbytes = max(1, self._block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
-        for batch in groups(_parts(task.items, nbytes), nbytes, itemgetter(2)):
-            memory = self._memory.array((sum(size for *_, size in batch),), DType.UINT8)
-            contents: list[Bytes] = []
-            reads: list[ArrayRead] = []
-            done = 0
-            for item, start, size in batch:
-                contents.append(memory[done : done + size])
-                reads += _reads(item, start, contents[-1])
-                done += size
-            read(*reads)
-            yield contents
+def _batches(target: Target, task: FileTask, read: Read) -> Iterator[list[Bytes]]:
+    """The bytes of a pack's blocks, some ranges of one or many small ones at a time."""
+    nbytes = max(1, target.block_nbytes // RANGE_NBYTES) * RANGE_NBYTES
+    for batch in groups(_parts(task.items, nbytes), nbytes, itemgetter(2)):
+        memory = target.memory.array((sum(size for *_, size in batch),), DType.UINT8)
+        contents: list[Bytes] = []
+        reads: list[ArrayRead] = []
+        done = 0
+        for item, start, size in batch:
+            contents.append(memory[done : done + size])
+            reads += _reads(item, start, contents[-1])
+            done += size
+        read(*reads)
+        yield contents
 
-    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> NewSave:
-        """See TargetWriter."""
-        plan = self.plan
-        packs = [PackRecord(*fields) for _, fields in sorted(records.items())]
-        summaries = [PackSummary(tuple(packs))]
-        tail = chain([(None, common)], objects)
-        for batch in groups(tail, _OBJECTS_NBYTES, lambda part: max(len(part[1]), _OBJECT_NBYTES)):
-            sizes = [(name, len(content)) for name, content in batch if name]
-            contents = [content for name, content in batch if name]
-            common_nbytes = None if batch[0][0] else len(common)
-            layout = lay_out((), sizes, common_nbytes, features=plan.features)
-            contents.append(common)
-            written = []
-            for pack in layout.packs:
-                held = [contents[source] for source in pack.sources if source >= 0]
-                memory = [np.frombuffer(content, np.uint8) for content in held]
-                written.append(self._write(pack, [memory]))
-            summaries.append(PackSummary(tuple(written), layout.objects, layout.common))
-        facts = {"ranks": 1, "created": time.time(), "features": [*plan.features]}
-        segments = array_segments(plan.layout.table)
-        return NewSave(self._save_id, segments, summaries, facts, common, PACKS.to_json())
 
-    def commit(self, save: NewSave) -> None:
-        """See TargetWriter."""
-        failure = commit(self._store, save, self._require_free)
-        if failure is not None:
-            raise failure
+def finish_packs(
+    target: Target, records: Mapping[int, Any], objects: Objects, common: bytes
+) -> NewSave:
+    """See ``Finish``. Objects and the common state have packs of their own."""
+    plan = target.plan
+    summaries = [PackSummary(tuple(records[number] for number in sorted(records)))]
+    tail = chain([(None, common)], objects)
+    for batch in groups(tail, _OBJECTS_NBYTES, lambda part: max(len(part[1]), _OBJECT_NBYTES)):
+        sizes = [(name, len(content)) for name, content in batch if name]
+        contents = [content for name, content in batch if name]
+        common_nbytes = None if batch[0][0] else len(common)
+        layout = lay_out((), sizes, common_nbytes, features=plan.features)
+        contents.append(common)
+        written = []
+        for pack in layout.packs:
+            held = [contents[source] for source in pack.sources if source >= 0]
+            memory = [np.frombuffer(content, np.uint8) for content in held]
+            written.append(_write(target, pack, [memory]))
+        summaries.append(PackSummary(tuple(written), layout.objects, layout.common))
+    facts = {"ranks": 1, "created": time.time(), "features": [*plan.features]}
+    segments = array_segments(plan.layout.table)
+    return NewSave(target.save_id, segments, summaries, facts, common, PACKS.to_json())
 
-    def _require_free(self) -> None:
-        """Raise if another process has made a checkpoint there meanwhile, or owns this one's."""
+
+def commit_packs(target: Target, save: NewSave) -> None:
+    """Make the packs the content of their place. On the first rank."""
+    store = place_of(target.root)
+
+    def require_free() -> None:
         require_own_place()
-        if read_pointer(self._store) is not None:
+        if read_pointer(store) is not None:
             raise CheckpointExistsError(
-                f"{self._store} holds a checkpoint that another process has saved meanwhile; name "
+                f"{store} holds a checkpoint that another process has saved meanwhile; name "
                 "another directory",
-                path=str(self._store),
+                path=str(store),
             )
 
-    def abandon(self) -> None:
-        """See TargetWriter."""
-        delete_files(self._store, self._files)
-        if isinstance(self._store, Directory):
-            with suppress(OSError):  # not empty
-                (self._store.root / FOLDER).rmdir()
+    failure = commit(store, save, require_free)
+    if failure is not None:
+        raise failure
+
+
+def delete_packs(target: Target) -> None:
+    """Delete what this rank has written of a conversion that failed before the commit."""
+    if not target.written:
+        return
+    delete_files(place_of(target.root), target.written)
+    if isinstance(target.root, Path):
+        with suppress(OSError):  # not empty
+            (target.root / FOLDER).rmdir()
 
 
 def _parts(items: Iterable[WriteItem], max_nbytes: int) -> Iterator[tuple[WriteItem, int, int]]:

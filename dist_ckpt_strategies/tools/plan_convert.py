@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import pairwise, product
-from operator import attrgetter, floordiv
+from itertools import accumulate, pairwise, product
+from operator import floordiv
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,14 +24,13 @@ from dist_ckpt_strategies.core.array import (
     Shape,
     ShardId,
     ShardSpec,
+    groups,
     require_storable_keys,
 )
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
 from dist_ckpt_strategies.core.coverage import require_coverage
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.pack import SAFETENSORS_NAMES, Layout, PackLimits, lay_out
-
-T = TypeVar("T", bound=Any)
+from dist_ckpt_strategies.formats.pack import LENGTH, SAFETENSORS_NAMES, Layout, PackLimits, lay_out
 
 _MAX_CHUNK_NBYTES = 64 << 20
 """Of an array whose stored regions lie on no regular grid."""
@@ -77,28 +77,7 @@ _BACKENDS: Mapping[Format, tuple[str, int]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SourceArray(ArraySpec):
-    """An array as the source stores it: as ``blocks``, each with the global rank that wrote it.
-
-    None: as chunks of its grid.
-    """
-
-    blocks: tuple[tuple[Region, int], ...] | None = None
-
-    def regions(self) -> Iterator[Region]:
-        """The regions in which it is stored, cut at its edge; of an empty one, itself."""
-        whole = Region.whole(self.shape)
-        if not whole.numel:
-            yield whole
-        elif self.blocks is not None:
-            yield from sorted(region for region, _ in self.blocks if region.numel)
-        else:
-            cut = (self.chunk_region(index).intersect(whole) for index in self.chunk_indices())
-            yield from filter(None, cut)
-
-
-def require_whole(arrays: Sequence[SourceArray]) -> None:
+def require_whole(arrays: Sequence[ArraySpec]) -> None:
     """Raise CoverageError unless blocks hold each element exactly once."""
     stored = {array.key: array for array in arrays if array.blocks is not None}
     listed = [(key, *block) for key, array in stored.items() for block in array.blocks or ()]
@@ -115,10 +94,10 @@ class WriteItem:
     """A region of an array, as source and target have it, that one thread writes block by block.
 
     A chunk's region is whole, and may reach past the array's edge. ``byte_offset`` is that of the
-    array's first element, among those of a file of safetensors.
+    array's first element in a file of safetensors.
     """
 
-    source: SourceArray
+    source: ArraySpec
     array: ArraySpec
     region: Region
     byte_offset: int = 0
@@ -159,7 +138,8 @@ class FileTask:
 class ConvertPlan:
     """The arrays of the target, sorted by key, its objects, and what is written of the arrays.
 
-    ``layout`` is that of packs, one for each task; ``features`` are theirs.
+    ``layout`` is that of packs, one for each task; ``features`` are theirs. ``headers`` are what
+    files of safetensors begin with, by name.
     """
 
     target: Format
@@ -168,6 +148,7 @@ class ConvertPlan:
     tasks: tuple[FileTask, ...]
     layout: Layout
     features: tuple[str, ...] = ()
+    headers: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[str]:
@@ -180,12 +161,12 @@ class ConvertPlan:
         return sum(array.nbytes for array in self.arrays)
 
 
-Pair = tuple[SourceArray, ArraySpec]
+Pair = tuple[ArraySpec, ArraySpec]
 """An array as the source and as the target have it."""
 
 
 def build_convert_plan(  # noqa: PLR0913
-    sources: Sequence[SourceArray],
+    sources: Sequence[ArraySpec],
     target: Format,
     renames: Mapping[str, str],
     objects: Sequence[ObjectId] = (),
@@ -210,12 +191,13 @@ def build_convert_plan(  # noqa: PLR0913
     pairs = [(source, _target_array(key, source, target)) for key, source in named]
     items = [WriteItem(*pair, region) for pair in pairs for region in pair[0].regions()]
     layout = lay_out(())
+    headers: dict[str, bytes] = {}
     match target:
         case Format.PACK:
             limits = PackLimits(min(file_nbytes, max_block_nbytes))
             layout, tasks = _packs(items, limits, max_block_nbytes, features)
         case Format.SAFETENSORS:
-            tasks = list(_safetensors_tasks(pairs, file_nbytes))
+            headers, tasks = _safetensors(pairs, file_nbytes)
         case Format.TORCH_DIST:
             files = enumerate(groups(items, file_nbytes))
             tasks = [FileTask(f"__0_{number}.distcp", tuple(file)) for number, file in files]
@@ -223,7 +205,8 @@ def build_convert_plan(  # noqa: PLR0913
             tasks = [task for pair in pairs for task in _chunk_tasks(*pair, max_block_nbytes)]
             pairs = [(source, _with_smaller_chunks(a, max_block_nbytes)) for source, a in pairs]
     arrays = tuple(array for _, array in pairs)
-    return ConvertPlan(target, arrays, tuple(objects), tuple(tasks), layout, tuple(features))
+    what = tuple(objects), tuple(tasks), layout, tuple(features), headers
+    return ConvertPlan(target, arrays, *what)
 
 
 def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectId]) -> None:
@@ -237,7 +220,7 @@ def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectI
             raise PlanError(f"{key}: Zarr v3 has a file of its own named zarr.json", key=key)
 
 
-def _target_array(key: str, source: SourceArray, target: Format) -> ArraySpec:
+def _target_array(key: str, source: ArraySpec, target: Format) -> ArraySpec:
     """The array with the target's chunk grid: that of the source, or else rows of the array."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
         known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
@@ -278,22 +261,35 @@ def _packs(
     return layout, tasks
 
 
-def _safetensors_tasks(pairs: Sequence[Pair], file_nbytes: int) -> Iterator[FileTask]:
-    """Whole arrays, the widest elements first, which keeps them aligned."""
+def _safetensors(
+    pairs: Sequence[Pair], file_nbytes: int
+) -> tuple[dict[str, bytes], list[FileTask]]:
+    """Whole arrays, the widest elements first, which keeps them aligned; and the files' headers."""
     files = list(
         groups([WriteItem(*pair, Region.whole(pair[1].shape)) for pair in pairs], file_nbytes)
     )
+    headers, tasks = {}, []
     for number, file in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        byte_offset = 0
-        for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
-            for region in whole.source.regions():
-                item = replace(whole, region=region, byte_offset=byte_offset)
-                yield FileTask(name if len(files) > 1 else "model.safetensors", (item,))
-            byte_offset += whole.nbytes
+        name = name if len(files) > 1 else "model.safetensors"
+        file.sort(key=lambda item: (-item.array.dtype.itemsize, item.array.key))
+        ends = list(accumulate((item.nbytes for item in file), initial=0))
+        fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for item, span in zip(file, pairwise(ends), strict=True):
+            stored = {"dtype": SAFETENSORS_DTYPES[item.array.dtype], "shape": item.array.shape}
+            fields[item.array.key] = stored | {"data_offsets": span}
+        content = json.dumps(fields, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % LENGTH.size)
+        headers[name] = LENGTH.pack(len(content)) + content
+        tasks += [
+            FileTask(name, (replace(item, region=region, byte_offset=len(headers[name]) + start),))
+            for item, start in zip(file, ends, strict=False)
+            for region in item.source.regions()
+        ]
+    return headers, tasks
 
 
-def _chunk_tasks(source: SourceArray, array: ArraySpec, max_nbytes: int) -> Iterator[FileTask]:
+def _chunk_tasks(source: ArraySpec, array: ArraySpec, max_nbytes: int) -> Iterator[FileTask]:
     """The chunks of an array; those that begin in one cell, a region of the source, together."""
     together: dict[Shape, list[WriteItem]] = defaultdict(list)
     smaller = _with_smaller_chunks(array, max_nbytes)
@@ -339,20 +335,3 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
     steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     for run in blocks(region, 1, max(1, limit)):
         yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
-
-
-def groups(
-    items: Iterable[T], max_nbytes: int, nbytes_of: Callable[[T], int] = attrgetter("nbytes")
-) -> Iterator[list[T]]:
-    """Items in order, in groups of a bounded size; a larger item has one of its own."""
-    group: list[T] = []
-    held = 0
-    for item in items:
-        nbytes = nbytes_of(item)
-        if group and held + nbytes > max_nbytes:
-            yield group
-            group, held = [], 0
-        group.append(item)
-        held += nbytes
-    if group:
-        yield group

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.index import INDEX_NAME, SAVES, full_index_of
-from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker
+from dist_ckpt_strategies.formats.locations import PACKS, marker_of
 from dist_ckpt_strategies.formats.pack import LENGTH
 from dist_ckpt_strategies.formats.pack_commit import current_save
 from dist_ckpt_strategies.formats.pack_header import header_nbytes
@@ -23,7 +23,6 @@ from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     LOCK_NAME,
-    MARKER_NAME,
     PARTIAL_PREFIX,
     Directory,
     file_errors,
@@ -81,7 +80,7 @@ def look_at_packs(store: Place) -> FoundPacks:
     if INDEX_NAME in listed:
         with suppress(CorruptCheckpointError, IncompleteCheckpointError):
             named = _named_sizes(store)
-    is_committed = INDEX_NAME in listed or (bool(listed) and _says_packs(store))
+    is_committed = INDEX_NAME in listed or (bool(listed) and marker_of(store) == PACKS)
     return FoundPacks(listed, named, is_committed)
 
 
@@ -116,12 +115,6 @@ def remove_lock(directory: Directory) -> None:
     """Remove the file of the lock if no packs are left; a save that waits for it has some there."""
     if not _listed(directory):
         directory.delete([LOCK_NAME])
-
-
-def _says_packs(store: Place) -> bool:
-    with suppress(IncompleteCheckpointError, ValueError):
-        return CheckpointMarker.from_json(store.read(MARKER_NAME)) == PACKS
-    return False
 
 
 def _listed(store: Place) -> Mapping[str, tuple[int | None, float | None]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.core.array import ObjectId, Region
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -24,7 +24,7 @@ from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
-from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray, blocks, require_whole
+from dist_ckpt_strategies.tools.plan_convert import Format, blocks, require_whole
 from dist_ckpt_strategies.tools.writers import Memory
 from dist_ckpt_strategies.tools.zarr3 import undescribed_keys
 
@@ -45,11 +45,11 @@ def tried(step: Callable[[], T]) -> tuple[T | None, str]:
 
 def find_readable(
     opened: OpenedCheckpoint, keys: Iterable[str]
-) -> tuple[list[SourceArray], dict[str, str]]:
+) -> tuple[list[ArraySpec], dict[str, str]]:
     """The arrays of these keys, and why others are damaged: their descriptions, or lost blocks."""
     wanted = list(keys)
 
-    def find(some: Sequence[str]) -> list[SourceArray]:
+    def find(some: Sequence[str]) -> list[ArraySpec]:
         arrays = opened.find(some)
         require_whole(arrays)
         return arrays
@@ -78,7 +78,7 @@ def undescribed(opened: OpenedCheckpoint, keys: str) -> dict[str, str]:
 def read_all(
     ranks: Ranks,
     opened: OpenedCheckpoint,
-    arrays: Sequence[SourceArray],
+    arrays: Sequence[ArraySpec],
     objects: Sequence[ObjectId],
     bounds: tuple[int, int],
     watch: Watch | None,
@@ -89,7 +89,7 @@ def read_all(
     """
     memory, (num_threads, max_nbytes) = Memory(), bounds
 
-    def look(task: tuple[SourceArray, Region], count: Count) -> list[str]:
+    def look(task: tuple[ArraySpec, Region], count: Count) -> list[str]:
         array, region = task
         damage = []
         for block in blocks(region, array.dtype.itemsize, max_nbytes):

@@ -6,7 +6,7 @@ Each file is the size of a JSON header, the header, and the elements of each ten
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,20 +22,15 @@ from dist_ckpt_strategies.formats.checkpoints import (
     block_reads,
     found_among,
 )
+from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.pack import LENGTH, MAX_HEADER_NBYTES
 from dist_ckpt_strategies.formats.pack_header import MALFORMED
-from dist_ckpt_strategies.formats.pack_read import begin_reads
-from dist_ckpt_strategies.storage.files import (
-    LOCK_NAME,
-    MARKER_NAME,
-    Directory,
-    file_errors,
-    write_vector,
-)
+from dist_ckpt_strategies.formats.pack_read import read_jobs
+from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors, write_vector
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.plan_convert import SAFETENSORS_DTYPES, FileTask, contiguous_runs
-from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter, bytes_of
+from dist_ckpt_strategies.tools.writers import Read, Target, bytes_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -88,6 +83,10 @@ class SafetensorsCheckpoint(Format1Checkpoint):
         """See Format1Checkpoint."""
         return iter(())
 
+    def common_content(self) -> bytes:
+        """See Format1Checkpoint: an empty one."""
+        return dump_object({}, name="common state")
+
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See Format1Checkpoint."""
         parts: list[BlockPart] = []
@@ -96,8 +95,8 @@ class SafetensorsCheckpoint(Format1Checkpoint):
             parts.append((name, start, array.key, array.shape, read.region, read.target))
         if not parts:
             return Transfer((), 0)
-        threads = self._store.num_readers
-        return begin_reads(self._store, block_reads(parts), num_threads=threads)
+        jobs = read_jobs(self._store, block_reads(parts), {})
+        return Transfer(jobs, self._store.num_readers)
 
 
 @contextmanager
@@ -116,61 +115,35 @@ def _spec(key: str, shape: Shape, dtype: str, nbytes: int) -> ArraySpec:
     return spec
 
 
-class SafetensorsWriter(StagedWriter):
-    """Writes files of safetensors and their index; see TargetWriter."""
+def write_safetensors(target: Target, task: FileTask, read: Read) -> None:
+    """See ``Write``. Other threads and ranks write to the same file."""
+    (item,) = task.items
+    path, itemsize = target.files.path(task.name), item.array.dtype.itemsize
+    with file_errors(task.key, path), _opened(path) as handle:
+        for block in item.blocks(target.block_nbytes):
+            content, done = bytes_of(target.block(item, block, read)), 0
+            for first, count in contiguous_runs(block, item.array.shape):
+                run = content[done : done + count * itemsize]
+                os.lseek(handle, item.byte_offset + first * itemsize, os.SEEK_SET)
+                write_vector(handle, [run])
+                done += run.size
+        os.fsync(handle)
 
-    @cached_property
-    def _headers(self) -> dict[str, bytes]:
-        """The beginning of each file: the size of its description, and the description."""
-        files: dict[str, dict[str, Any]] = {}
-        for task in self.plan.tasks:
-            (item,) = task.items
-            files.setdefault(task.name, {"__metadata__": {"format": "pt"}})[task.key] = {
-                "dtype": SAFETENSORS_DTYPES[item.array.dtype],
-                "shape": item.array.shape,
-                "data_offsets": [item.byte_offset, item.byte_offset + item.array.nbytes],
-            }
-        headers = {}
-        for name, fields in files.items():
-            content = json.dumps(fields, separators=(",", ":")).encode()
-            content += b" " * (-len(content) % LENGTH.size)
-            headers[name] = LENGTH.pack(len(content)) + content
-        return headers
 
-    def write(self, task: FileTask, read: Read) -> None:
-        """See TargetWriter. Other threads and ranks write to the same file."""
-        (item,) = task.items
-        path, itemsize = self.files.path(task.name), item.array.dtype.itemsize
-        start = len(self._headers[task.name]) + item.byte_offset
-        with file_errors(task.key, path), _opened(path) as handle:
-            for block in item.blocks(self._block_nbytes):
-                content, done = bytes_of(self._block(item, block, read)), 0
-                for first, count in contiguous_runs(block, item.array.shape):
-                    run = content[done : done + count * itemsize]
-                    os.lseek(handle, start + first * itemsize, os.SEEK_SET)
-                    write_vector(handle, [run])
-                    done += run.size
+def finish_safetensors(target: Target, *_: Any) -> None:
+    """See ``Finish``. By the index the files are known to be complete."""
+    files, plan = target.files, target.plan
+    for name, header in plan.headers.items():
+        path = files.path(name)
+        with file_errors(None, path), _opened(path) as handle:
+            write_vector(handle, [np.frombuffer(header, np.uint8)])
             os.fsync(handle)
-
-    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
-        """See TargetWriter. By the index the files are known to be complete."""
-        del records, objects, common
-        for name, header in self._headers.items():
-            path = self.files.path(name)
-            with file_errors(None, path), _opened(path) as handle:
-                write_vector(handle, [np.frombuffer(header, np.uint8)])
-                os.fsync(handle)
-        weights = {task.key: task.name for task in self.plan.tasks}
-        index = {
-            "metadata": {"total_size": self.plan.nbytes},
-            "weight_map": {key: weights[key] for key in sorted(weights)},
-        }
-        self.files.write(INDEX_NAME, json.dumps(index, indent=2).encode())
-
-    def commit(self, save: None) -> None:
-        """See TargetWriter. The file of the lock is no part of a model."""
-        super().commit(save)
-        Directory(self._root).delete([LOCK_NAME])
+    weights = {task.key: task.name for task in plan.tasks}
+    index = {
+        "metadata": {"total_size": plan.nbytes},
+        "weight_map": {key: weights[key] for key in sorted(weights)},
+    }
+    files.write(INDEX_NAME, json.dumps(index, indent=2).encode())
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks, Watch
-from dist_ckpt_strategies.core.array import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.opened import OpenedCheckpoint
 from dist_ckpt_strategies.tools.options import ConvertOptions
-from dist_ckpt_strategies.tools.plan_convert import SourceArray, blocks
+from dist_ckpt_strategies.tools.plan_convert import blocks
 from dist_ckpt_strategies.tools.writers import Memory
 
 
@@ -58,7 +58,7 @@ def stats_of(
         if block.numel
     ]
 
-    def work(task: tuple[SourceArray, Region], count: Count) -> list[Any]:
+    def work(task: tuple[ArraySpec, Region], count: Count) -> list[Any]:
         array, block = task
         elements = memory.array(block.shape, array.dtype)
         opened.unchanged(lambda: opened.read_into(ArrayRead(array, block, elements)))

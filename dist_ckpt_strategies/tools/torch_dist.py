@@ -46,8 +46,8 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, SourceArray
-from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter
+from dist_ckpt_strategies.tools.plan_convert import FileTask
+from dist_ckpt_strategies.tools.writers import Objects, Read, Target
 
 METADATA_NAME = ".metadata"
 
@@ -98,7 +98,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
+def _read_metadata(path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex, _Span]]:
     """The arrays by key, and where each shard and object lies."""
     with file_errors(None, path):
         content = read_file(path)
@@ -118,7 +118,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, SourceArray], dict[MetadataInd
         ) from error
 
 
-def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[MetadataIndex, _Span]]:
+def _parsed(found: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex, _Span]]:
     described = getattr(found, "mcore_data", None) or {}
     reshaped = [key for key, more in described.items() if _OTHER_SHAPE in more]
     if reshaped:
@@ -140,7 +140,7 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[Metada
         )
         dtype, shape = DType.named(str(stored.properties.dtype), key=key), tuple(stored.size)
         chunk = tuple(max(1, size) for size in shape)
-        arrays[key] = SourceArray(key, shape, dtype, chunk, blocks=shards)
+        arrays[key] = ArraySpec(key, shape, dtype, chunk, blocks=shards)
     return arrays, spans
 
 
@@ -174,7 +174,7 @@ class TorchDistCheckpoint(Format1Checkpoint):
         """See Format1Checkpoint."""
         return iter(self._arrays)
 
-    def find(self, keys: Iterable[str]) -> Mapping[str, SourceArray]:
+    def find(self, keys: Iterable[str]) -> Mapping[str, ArraySpec]:
         """See Format1Checkpoint."""
         return found_among(self._arrays, keys, self._root)
 
@@ -250,69 +250,60 @@ def _writer(name: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-class TorchDistWriter(StagedWriter):
-    """Writes torch_dist; see TargetWriter. A shard larger than a block is cut.
+def write_torch_dist(target: Target, task: FileTask, read: Read) -> list[list[Any]]:
+    """See ``Write``. Gives item, offset, shape and end in the file of each shard.
 
-    Objects are unpickled, because each goes into a list.
+    A shard larger than a block is cut.
     """
+    shards: list[list[Any]] = []
+    path = target.files.path(task.name)
+    with (
+        file_errors(task.key, path),
+        new_file(path) as handle,
+        open(handle, "wb", closefd=False) as file,
+    ):
+        for number, item in enumerate(task.items):
+            for block in item.blocks(target.block_nbytes):
+                tensor = as_tensor(target.block(item, block, read), item.array.dtype)
+                try:
+                    torch.save(tensor, file)
+                except RuntimeError as error:  # raised while it ends what it could not write
+                    raise error.__context__ or error from None
+                shards.append([number, block.offset, block.shape, file.tell()])
+    return shards
 
-    def __init__(
-        self, root: Path, save_id: str, plan: ConvertPlan, block_nbytes: int, allow: Allowed
-    ) -> None:
-        super().__init__(root, save_id, plan, block_nbytes)
-        self._allow = allow
 
-    def write(self, task: FileTask, read: Read) -> list[list[Any]]:
-        """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
-        shards: list[list[Any]] = []
-        path = self.files.path(task.name)
-        with (
-            file_errors(task.key, path),
-            new_file(path) as handle,
-            open(handle, "wb", closefd=False) as file,
-        ):
-            for number, item in enumerate(task.items):
-                for block in item.blocks(self._block_nbytes):
-                    tensor = as_tensor(self._block(item, block, read), item.array.dtype)
-                    try:
-                        torch.save(tensor, file)
-                    except RuntimeError as error:  # raised while it ends what it could not write
-                        raise error.__context__ or error from None
-                    shards.append([number, block.offset, block.shape, file.tell()])
-        return shards
-
-    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
-        """See TargetWriter."""
-        arrays = {
-            array.key: TensorStorageMetadata(
-                TensorProperties(dtype=torch_dtype(array.dtype)), torch.Size(array.shape), []
-            )
-            for array in self.plan.arrays
-        }
-        metadata = Metadata({**arrays}, storage_data={})
-        for number, shards in sorted(records.items()):
-            task, start = self.plan.tasks[number], 0
-            for item, offset, shape, end in shards:
-                key = task.items[item].array.key
-                chunks = arrays[key].chunks
-                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-                index = MetadataIndex(key, torch.Size(offset), len(chunks) - 1)
-                metadata.storage_data[index] = _StorageInfo(task.name, start, end - start)
-                start = end
-        self._write_listed(objects, metadata)
-        self.files.write(COMMON_NAME, common)
-        self.files.write(METADATA_NAME, pickle.dumps(metadata))
-
-    def _write_listed(self, objects: Objects, metadata: Metadata) -> None:
-        name = f"__0_{len(self.plan.tasks)}.distcp"
-        path, byte_offset = self.files.path(name), 0
-        with file_errors(None, path), new_file(path) as handle:
-            for object_id, content in objects:
-                key = object_id.unique_key
-                value = load_content(content, path, key, self._allow)
-                dumped = dump_loadable([value], name=key, allow=self._allow)
-                write_vector(handle, [np.frombuffer(dumped, np.uint8)])
-                metadata.state_dict_metadata[key] = BytesStorageMetadata()
-                info = _StorageInfo(name, byte_offset, len(dumped))
-                metadata.storage_data[MetadataIndex(key)] = info
-                byte_offset += len(dumped)
+def finish_torch_dist(
+    target: Target, records: Mapping[int, Any], objects: Objects, common: bytes
+) -> None:
+    """See ``Finish``. Objects are unpickled, because each goes into a list."""
+    arrays = {
+        array.key: TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(array.dtype)), torch.Size(array.shape), []
+        )
+        for array in target.plan.arrays
+    }
+    metadata = Metadata({**arrays}, storage_data={})
+    for number, shards in sorted(records.items()):
+        task, start = target.plan.tasks[number], 0
+        for item, offset, shape, end in shards:
+            key = task.items[item].array.key
+            chunks = arrays[key].chunks
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+            index = MetadataIndex(key, torch.Size(offset), len(chunks) - 1)
+            metadata.storage_data[index] = _StorageInfo(task.name, start, end - start)
+            start = end
+    name = f"__0_{len(target.plan.tasks)}.distcp"
+    path, byte_offset = target.files.path(name), 0
+    with file_errors(None, path), new_file(path) as handle:
+        for object_id, content in objects:
+            key = object_id.unique_key
+            value = load_content(content, path, key, target.allow)
+            dumped = dump_loadable([value], name=key, allow=target.allow)
+            write_vector(handle, [np.frombuffer(dumped, np.uint8)])
+            metadata.state_dict_metadata[key] = BytesStorageMetadata()
+            info = _StorageInfo(name, byte_offset, len(dumped))
+            metadata.storage_data[MetadataIndex(key)] = info
+            byte_offset += len(dumped)
+    target.files.write(COMMON_NAME, common)
+    target.files.write(METADATA_NAME, pickle.dumps(metadata))

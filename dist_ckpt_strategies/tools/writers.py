@@ -1,9 +1,12 @@
-"""What a conversion writes to: what all formats have in common, and format ("zarr", 1)."""
+"""What a conversion writes to: what all formats have in common, and format ("zarr", 1).
+
+Of each format there are two functions, one that writes a task, and one that writes the rest.
+"""
 
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,18 @@ from uuid import uuid4
 import numpy as np
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape
-from dist_ckpt_strategies.formats.commit import (
-    commit_staged,
-    discard,
-    staging_of,
-)
-from dist_ckpt_strategies.formats.locations import CheckpointMarker
+from dist_ckpt_strategies.formats.commit import commit_staged, discard, staging_of
+from dist_ckpt_strategies.formats.locations import CheckpointMarker, Location, place_of
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, metadata_content, object_name
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, make_directories
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    LOCK_NAME,
+    Directory,
+    file_errors,
+    make_directories,
+)
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, Bytes, HostArray
 from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem
@@ -55,40 +62,53 @@ def bytes_of(elements: HostArray) -> Bytes:
     return elements.reshape(-1).view(np.uint8)
 
 
-class TargetWriter(ABC):
-    """Writes a converted checkpoint. Any thread of any rank may ``write``.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a conversion writes to, on one rank.
 
-    Each thread has ``block_nbytes`` of elements in memory at once.
+    Attributes:
+        plan: what is written.
+        root: the directory; for packs also a place in an object store.
+        save_id: the same on all ranks.
+        block_nbytes: of elements that a thread has in memory at once.
+        allow: classes that objects may be unpickled to, for torch_dist.
+        digests: of blocks of the source, which are compared with them while they are read: packs
+            take them over.
+        written: files of packs of this rank.
+        memory: of each thread.
     """
 
-    def __init__(self, plan: ConvertPlan, block_nbytes: int) -> None:
-        self.plan, self._block_nbytes = plan, block_nbytes
-        self._memory = Memory()
+    plan: ConvertPlan
+    root: Location
+    save_id: str
+    block_nbytes: int
+    allow: Allowed = ()
+    digests: Mapping[tuple[str, Region], Digests] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
 
-    @abstractmethod
-    def write(self, task: FileTask, read: Read) -> Any:
-        """Write the elements of a task, durably; what ``finish`` needs of it, of JSON types."""
+    @property
+    def files(self) -> Directory:
+        """Where files are staged, from where a commit moves them."""
+        assert isinstance(self.root, Path)  # noqa: S101 - only packs go elsewhere
+        return staging_of(self.root, self.save_id)
 
-    @abstractmethod
-    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> Any:
-        """Write all the rest, on the first rank; what ``commit`` needs of it.
-
-        ``records`` are what ``write`` gave, on all ranks, by number of the task; ``common`` is the
-        file of the common state.
-        """
-
-    @abstractmethod
-    def commit(self, save: Any) -> None:
-        """Make visible what ``finish`` gave, on the first rank."""
-
-    def abandon(self) -> None:  # noqa: B027 - what is staged the next conversion removes
-        """Remove what this rank has written of a conversion that failed before the commit."""
-
-    def _block(self, item: WriteItem, region: Region, read: Read) -> HostArray:
+    def block(self, item: WriteItem, region: Region, read: Read) -> HostArray:
         """Elements of a region, in memory of this thread, until it is called again."""
-        elements = self._memory.array(region.shape, item.array.dtype)
+        elements = self.memory.array(region.shape, item.array.dtype)
         read(ArrayRead(item.source, region, elements))
         return elements
+
+
+Write = Callable[[Target, FileTask, Read], Any]
+"""Writes the elements of a task, durably, on any thread; gives what ``Finish`` needs of it."""
+
+Finish = Callable[[Target, Mapping[int, Any], Objects, bytes], Any]
+"""Writes all the rest, on the first rank; gives what the commit needs of it.
+
+Its arguments are what ``Write`` gave on all ranks, by number of the task, the objects, and the file
+of the common state.
+"""
 
 
 def stage(root: Path) -> str:
@@ -103,57 +123,48 @@ def stage(root: Path) -> str:
     return save_id
 
 
-class StagedWriter(TargetWriter):
-    """Writes to a staging directory, from where a commit moves the files; see TargetWriter."""
-
-    def __init__(self, root: Path, save_id: str, plan: ConvertPlan, block_nbytes: int) -> None:
-        super().__init__(plan, block_nbytes)
-        self._root = root
-        self.files = staging_of(root, save_id)
-
-    def commit(self, save: None) -> None:
-        """See TargetWriter."""
-        del save
-        backend, version = self.plan.target.backend
-        marker = CheckpointMarker(backend, version).to_json() if backend else None
-        commit_staged(self.files.root, marker, overwrite=False, keys=self.plan.keys)
-
-    def _write_objects(self, objects: Objects, common: bytes) -> None:
-        """Objects beside the arrays, and the common state, as Zarr checkpoints have them."""
-        for object_id, content in objects:
-            self.files.write(object_name(object_id), content, key=object_id.key)
-        self.files.write(COMMON_NAME, common)
+def commit_files(target: Target) -> None:
+    """Move what is staged into place. On the first rank."""
+    backend, version = target.plan.target.backend
+    marker = CheckpointMarker(backend, version).to_json() if backend else None
+    commit_staged(target.files.root, marker, overwrite=False, keys=target.plan.keys)
+    if not backend:  # the file of the lock is no part of a model
+        place_of(target.root).delete([LOCK_NAME])
 
 
-class Zarr1Writer(StagedWriter):
-    """Writes ("zarr", 1), a raw chunk at a time; see TargetWriter."""
+def write_objects(target: Target, objects: Objects, common: bytes) -> None:
+    """Write objects beside the arrays, and the common state, as Zarr checkpoints have them."""
+    for object_id, content in objects:
+        target.files.write(object_name(object_id), content, key=object_id.key)
+    target.files.write(COMMON_NAME, common)
 
-    def write(self, task: FileTask, read: Read) -> None:
-        """See TargetWriter."""
-        (item,) = task.items
-        whole = Region.whole(item.array.shape)
 
-        def pieces() -> Iterator[Sequence[Bytes]]:
-            for block in item.blocks(self._block_nbytes):
-                elements = self._memory.array(block.shape, item.array.dtype)
-                held = block.intersect(whole)
-                if held != block:  # beyond the array's edge
-                    bytes_of(elements)[:] = 0
-                if held is not None:
-                    place: Any = (..., *held.within(block).slices())
-                    read(ArrayRead(item.source, held, elements[place]))
-                yield [bytes_of(elements)]
+def write_zarr1(target: Target, task: FileTask, read: Read) -> None:
+    """See ``Write``: a raw chunk of ("zarr", 1)."""
+    (item,) = task.items
+    whole = Region.whole(item.array.shape)
 
-        self.files.write_pieces(task.name, pieces())
+    def pieces() -> Iterator[Sequence[Bytes]]:
+        for block in item.blocks(target.block_nbytes):
+            elements = target.memory.array(block.shape, item.array.dtype)
+            held = block.intersect(whole)
+            if held != block:  # beyond the array's edge
+                bytes_of(elements)[:] = 0
+            if held is not None:
+                place: Any = (..., *held.within(block).slices())
+                read(ArrayRead(item.source, held, elements[place]))
+            yield [bytes_of(elements)]
 
-    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
-        """See TargetWriter."""
-        del records
-        jobs = []
-        for array in self.plan.arrays:
-            content = metadata_content(array.shape, array.chunk_shape, array.dtype)
-            name = f"{array.key}/{METADATA_NAME}"
-            write = partial(self.files.write_pieces, name, [[np.frombuffer(content, np.uint8)]])
-            jobs.append(Job(array.key, self.files.path(name), write))
-        Transfer(jobs, _NUM_METADATA_THREADS).wait()
-        self._write_objects(objects, common)
+    target.files.write_pieces(task.name, pieces())
+
+
+def finish_zarr1(target: Target, _: Mapping[int, Any], objects: Objects, common: bytes) -> None:
+    """See ``Finish``: the descriptions of arrays, the objects and the common state."""
+    files, jobs = target.files, []
+    for array in target.plan.arrays:
+        content = metadata_content(array.shape, array.chunk_shape, array.dtype)
+        name = f"{array.key}/{METADATA_NAME}"
+        write = partial(files.write_pieces, name, [[np.frombuffer(content, np.uint8)]])
+        jobs.append(Job(array.key, files.path(name), write))
+    Transfer(jobs, _NUM_METADATA_THREADS).wait()
+    write_objects(target, objects, common)

@@ -21,7 +21,7 @@ from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX, REMOVED_PREFIX
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.plan_convert import FileTask
-from dist_ckpt_strategies.tools.writers import Objects, Read, StagedWriter
+from dist_ckpt_strategies.tools.writers import Objects, Read, Target, write_objects
 
 METADATA_NAME = "zarr.json"
 
@@ -84,42 +84,40 @@ def _folders(root: Path) -> Iterator[tuple[str, list[str]]]:
             yield Path(folder).relative_to(root).as_posix(), names
 
 
-class Zarr3Writer(StagedWriter):
-    """Writes ("zarr", 3) without compression, a chunk at a time; see TargetWriter."""
+def write_zarr3(target: Target, task: FileTask, read: Read) -> None:
+    """See ``Write``: uncompressed chunks, one at a time."""
+    opened, key = _created(target, task.items[0].array), task.key
+    for item in task.items:
+        region = item.region.intersect(Region.whole(item.array.shape))
+        assert region is not None  # noqa: S101 - a chunk has elements of the array
+        elements = target.block(item, region, read)
+        with tensorstore_errors(key, target.files.root / key, {}):
+            opened[region.slices()].write(elements).result()
 
-    def write(self, task: FileTask, read: Read) -> None:
-        """See TargetWriter."""
-        opened, key = self._created(task.items[0].array), task.key
-        for item in task.items:
-            region = item.region.intersect(Region.whole(item.array.shape))
-            assert region is not None  # noqa: S101 - a chunk has elements of the array
-            elements = self._block(item, region, read)
-            with tensorstore_errors(key, self.files.root / key, {}):
-                opened[region.slices()].write(elements).result()
 
-    def finish(self, records: Mapping[int, Any], objects: Objects, common: bytes) -> None:
-        """See TargetWriter."""
-        del records
-        for array in self.plan.arrays:
-            self._created(array)  # those without elements too
-        self._write_objects(objects, common)
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        self.files.write(METADATA_NAME, json.dumps(group).encode())
+def finish_zarr3(target: Target, _: Mapping[int, Any], objects: Objects, common: bytes) -> None:
+    """See ``Finish``."""
+    for array in target.plan.arrays:
+        _created(target, array)  # those without elements too
+    write_objects(target, objects, common)
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    target.files.write(METADATA_NAME, json.dumps(group).encode())
 
-    def _created(self, array: ArraySpec) -> Any:
-        """The array, made unless another thread or rank has made it."""
-        grid = {"name": "regular", "configuration": {"chunk_shape": array.chunk_shape}}
-        metadata = {"shape": array.shape, "data_type": array.dtype.value, "chunk_grid": grid}
-        path = self.files.root / array.key
-        with tensorstore_errors(array.key, path, {}):
-            return open_tensorstore(
-                "zarr3",
-                path,
-                metadata=metadata,
-                create=True,
-                open=True,
-                store_data_equal_to_fill_value=True,  # a chunk that is not there is lost
-            )
+
+def _created(target: Target, array: ArraySpec) -> Any:
+    """The array, made unless another thread or rank has made it."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": array.chunk_shape}}
+    metadata = {"shape": array.shape, "data_type": array.dtype.value, "chunk_grid": grid}
+    path = target.files.root / array.key
+    with tensorstore_errors(array.key, path, {}):
+        return open_tensorstore(
+            "zarr3",
+            path,
+            metadata=metadata,
+            create=True,
+            open=True,
+            store_data_equal_to_fill_value=True,  # a chunk that is not there is lost
+        )
 
 
 def _opened(path: Path, key: str) -> Any:

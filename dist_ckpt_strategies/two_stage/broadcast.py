@@ -23,11 +23,9 @@ from dist_ckpt_strategies.device import (
     uses_cuda,
 )
 from dist_ckpt_strategies.errors import CheckpointError
-from dist_ckpt_strategies.sharded.read import (
-    run_reads,
-)
+from dist_ckpt_strategies.sharded.read import run_reads
 from dist_ckpt_strategies.storage.io_pool import Deadline, Transfer
-from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
+from dist_ckpt_strategies.storage.store import ArrayRead, BeginReads
 from dist_ckpt_strategies.two_stage.plan import ROUNDS_IN_FLIGHT, Batch, GroupPlan, Slice
 
 READING = 3 / 8
@@ -44,7 +42,7 @@ def run_group_plan(
     plan: GroupPlan,
     arrays: Sequence[ArraySpec],
     targets: Sequence[Target],
-    open_reader: Callable[[], ArrayReader],
+    open_reads: Callable[[], BeginReads],
     comm: Communicator,
     options: Options,
 ) -> BroadcastReport:
@@ -56,26 +54,26 @@ def run_group_plan(
 
     The plan is equal on every rank, and made for these arrays and this group. Targets are this
     rank's; they are overwritten in place, and after an error their content is undefined.
-    ``open_reader`` is called once, within the first error check. A StorageError of one rank is a
+    ``open_reads`` is called once, within the first error check. A StorageError of one rank is a
     PeerError of the same class on the others.
     """
     began, limit_s = time.monotonic(), READING * options.timeout_s
     seconds: Seconds = defaultdict(float)
     alone = [(arrays[n], region, t) for n, region, t in targets if (n, region) not in plan.shared]
 
-    def read_alone() -> ArrayReader:
+    def read_alone() -> BeginReads:
         with _timed(seconds, "reading"):
-            reader = open_reader()
-            run_reads(reader, alone, options, Deadline.after(limit_s))
-        return reader
+            begin = open_reads()
+            run_reads(begin, alone, options, Deadline.after(limit_s))
+        return begin
 
-    reader = run_collectively(comm, read_alone)
+    begin = run_collectively(comm, read_alone)
     rounds = plan.rounds_of(comm.rank)
     targets_of: dict[int, list[Target]] = defaultdict(list)
     for target in targets:
         targets_of[target[0]].append(target)
     if rounds:
-        _run_rounds(plan, rounds, arrays, targets_of, reader, comm, limit_s, seconds)
+        _run_rounds(plan, rounds, arrays, targets_of, begin, comm, limit_s, seconds)
     batches = [batch for in_round in rounds for batch in in_round]
     nbytes = sum(region.numel * array.dtype.itemsize for array, region, _ in alone)
     total_s = time.monotonic() - began
@@ -129,7 +127,7 @@ def _run_rounds(  # noqa: PLR0913, PLR0917
     rounds: Sequence[Sequence[Batch]],
     arrays: Sequence[ArraySpec],
     targets_of: Mapping[int, Sequence[Target]],
-    reader: ArrayReader,
+    begin: BeginReads,
     comm: Communicator,
     limit_s: float,
     seconds: Seconds,
@@ -142,11 +140,11 @@ def _run_rounds(  # noqa: PLR0913, PLR0917
     def step() -> None:
         # 1. The round before has been read by its readers on all ranks, and is being sent.
         if sending:
-            _put_in_place(*sending.pop(), reader, limit_s, seconds)
+            _put_in_place(*sending.pop(), begin, limit_s, seconds)
         # 2. Its memory is free: begin to read further rounds.
         for batches in islice(unread, ROUNDS_IN_FLIGHT - len(reading)):
             round_ = _laid_out(batches, plan, arrays, targets_of, comm)
-            reading.append((round_, _begin_reads(reader, round_.read)))
+            reading.append((round_, _begin_reads(begin, round_.read)))
         # 3. Have this rank's part of the next round ready to be sent.
         if reading:
             _await_own_reads(*reading[0], limit_s, seconds)
@@ -174,14 +172,14 @@ def _await_own_reads(round_: _Round, transfer: Transfer, limit_s: float, seconds
 def _put_in_place(
     round_: _Round,
     await_messages: Callable[[], None],
-    reader: ArrayReader,
+    begin: BeginReads,
     limit_s: float,
     seconds: Seconds,
 ) -> None:
     """Wait for what is sent, read what a rank of this host has read, and fill the tensors."""
     cached = Transfer((), 0)
     try:
-        cached = _begin_reads(reader, round_.cached)
+        cached = _begin_reads(begin, round_.cached)
     finally:  # whatever fails: messages and reads use memory that is about to be freed
         try:
             with _timed(seconds, "sending"):
@@ -197,8 +195,8 @@ def _put_in_place(
         )
 
 
-def _begin_reads(reader: ArrayReader, blocks: Sequence[_Block]) -> Transfer:
-    return reader.begin_reads([ArrayRead(b.array, b.region, host_view(b.host)) for b in blocks])
+def _begin_reads(begin: BeginReads, blocks: Sequence[_Block]) -> Transfer:
+    return begin([ArrayRead(b.array, b.region, host_view(b.host)) for b in blocks])
 
 
 def _laid_out(

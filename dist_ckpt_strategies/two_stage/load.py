@@ -26,19 +26,13 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
-from dist_ckpt_strategies.megatron.shards import (
-    StateDict,
-    mapped_values,
-    object_id,
-    sharded_values,
-)
+from dist_ckpt_strategies.megatron.shards import StateDict, mapped_values, object_id, sharded_values
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.agreement import (
-    require_same_checkpoint,
-)
+from dist_ckpt_strategies.sharded.agreement import require_same_checkpoint
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.host import available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, Deadline, run_within
+from dist_ckpt_strategies.storage.store import BeginReads
 from dist_ckpt_strategies.two_stage.broadcast import READING, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
 from dist_ckpt_strategies.two_stage.sources import Matched, Opened, OwnSource, Source
@@ -216,17 +210,17 @@ def read_by_group(
     """
     opened: list[Opened] = []
 
-    def open_reader() -> Opened:
+    def open_reads() -> BeginReads:
         for tensor in load.matched.padding:
             tensor.zero_()
         by_name = {load.source.name(tensor): tensor for tensor in load.tensors}
         tensors = {name: by_name[name] for name in _arrays_read(load, comm.rank)}
         objects = {key: load.objects[key] for key in _objects_read(load, comm.rank)}
         opened.append(load.source.opened(tensors, objects))
-        return opened[0]
+        return opened[0].begin_reads
 
     targets = load.matched.targets
-    report = run_group_plan(load.plan, load.arrays, targets, open_reader, comm, options)
+    report = run_group_plan(load.plan, load.arrays, targets, open_reads, comm, options)
     contents = _object_contents(comm, load, opened[0], READING * options.timeout_s)
     filled = dict(zip(map(id, load.tensors), load.matched.results, strict=True))
 

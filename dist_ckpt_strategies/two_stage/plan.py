@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape, groups
 from dist_ckpt_strategies.formats.pack import RANGE_NBYTES
 
 MAX_SLICE_NBYTES = 64 << 20
@@ -135,15 +135,20 @@ def build_group_plan(
     limit = max(MIN_SLICE_NBYTES, total // len(requests) // _SLICES_PER_RANK)
     at_once = max(_MIN_SHARED_NBYTES, round_nbytes // len(requests))
     limit = min(limit, MAX_SLICE_NBYTES, at_once)
-    slices: dict[tuple[int, ...], list[Slice]] = defaultdict(list)
+    packs: list[tuple[tuple[int, ...], tuple[Slice, ...]]] = []
+    small: dict[tuple[int, ...], list[Slice]] = defaultdict(list)
     for (array, region), ranks in wanted.items():
-        spec = arrays[array]
-        for part in _cut(spec, region, limit):
-            slices[ranks].append(Slice(array, part, _nbytes(spec, part)))
-    packs = [
-        (ranks, pack)
-        for ranks, some in slices.items()
-        for pack in _packed(some, min(limit, MAX_PACKED_NBYTES))
+        for part in _cut(arrays[array], region, limit):
+            each = Slice(array, part, _nbytes(arrays[array], part))
+            if each.nbytes >= MAX_SMALL_NBYTES:
+                packs.append((ranks, (each,)))
+            else:
+                small[ranks].append(each)
+    most = min(limit, MAX_PACKED_NBYTES)
+    packs += [
+        (ranks, tuple(together))
+        for ranks, some in small.items()
+        for together in groups(some, most, lambda each: each.nbytes + _ALIGNMENT)
     ]
     batches = _with_readers(packs, len(requests))
     rounds = _in_rounds(batches, min(round_nbytes, -(-total // _MIN_ROUNDS)))
@@ -223,23 +228,6 @@ def _in_cells(
             yield from _in_cells(part, cell, itemsize, limit_nbytes, dim + 1)
 
 
-def _packed(slices: Iterable[Slice], limit_nbytes: int) -> Iterator[tuple[Slice, ...]]:
-    """Large slices alone, small ones together up to a limit."""
-    pack: list[Slice] = []
-    nbytes = 0
-    for each in slices:
-        if each.nbytes >= MAX_SMALL_NBYTES:
-            yield (each,)
-            continue
-        if pack and nbytes + each.nbytes > limit_nbytes:
-            yield tuple(pack)
-            pack, nbytes = [], 0
-        pack.append(each)
-        nbytes += each.nbytes + _ALIGNMENT
-    if pack:
-        yield tuple(pack)
-
-
 def _with_readers(
     packs: Sequence[tuple[tuple[int, ...], tuple[Slice, ...]]], num_ranks: int
 ) -> list[Batch]:
@@ -271,13 +259,5 @@ def _in_rounds(batches: Sequence[Batch], limit_nbytes: int) -> tuple[tuple[Batch
     for number, batch in enumerate(batches):
         order.append((turns[batch.reader], batch.reader, number))
         turns[batch.reader] += 1
-    rounds: list[list[Batch]] = []
-    held = math.inf
-    for _, _, number in sorted(order):
-        nbytes = batches[number].nbytes
-        if held + nbytes > limit_nbytes:
-            rounds.append([])
-            held = 0
-        rounds[-1].append(batches[number])
-        held += nbytes
-    return tuple(map(tuple, rounds))
+    ordered = (batches[number] for *_, number in sorted(order))
+    return tuple(map(tuple, groups(ordered, limit_nbytes)))

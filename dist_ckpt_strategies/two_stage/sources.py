@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,7 @@ from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave
 from dist_ckpt_strategies.formats.zarr2 import object_path
-from dist_ckpt_strategies.megatron.shards import (
-    message_of,
-    shard_spec,
-    value_from_message,
-)
+from dist_ckpt_strategies.megatron.shards import message_of, shard_spec, value_from_message
 from dist_ckpt_strategies.sharded.load import Conversions, destination, matched
 from dist_ckpt_strategies.storage.io_pool import OPENING, Deadline, Transfer, run_within
 from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
@@ -118,11 +114,15 @@ class StrategySource:
         strategy: that loads.
         save: that is loaded.
         identity: tells the checkpoint from others.
+        arrays: that this rank reads, once it is ``opened``.
+        objects: the same.
     """
 
     strategy: Any
     save: OpenedSave
     identity: str
+    arrays: Mapping[str, HostArray] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
     def name(self, tensor: Any) -> str:
         """What describes the shard; replicas have the same."""
@@ -153,30 +153,19 @@ class StrategySource:
                 targets.append((number, whole, result.detach()[(None,) * tensor.prepend_axis_num]))
         return Matched(results, targets, (), [])
 
-    def opened(self, tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> LoadedByStrategy:
-        """What reads what this rank reads: ShardedTensors by name, ShardedObjects by unique key.
+    def opened(self, tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> StrategySource:
+        """This, with what this rank reads: ShardedTensors by name, ShardedObjects by unique key.
 
         Collective over the world, for the strategy is called.
         """
-        root = self.save.root
-        assert isinstance(root, Path)  # noqa: S101 - these strategies have no URLs
         # torch_dist changes the ShardedTensors that it is given, and loses empty nested dicts.
         wanted = {name: copy.copy(tensor) for name, tensor in tensors.items()}
-        loaded = self.strategy.load({**wanted, **objects}, root)
+        loaded = self.strategy.load({**wanted, **objects}, self.save.root)
         arrays = {a.key: _in_memory(a, loaded[a.key]) for a in self.find(list(tensors))}
-        return LoadedByStrategy(root, arrays, {key: loaded[key] for key in objects})
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedByStrategy:
-    """What a strategy has loaded, to be read as a StoredCheckpoint is."""
-
-    root: Path
-    arrays: Mapping[str, HostArray]
-    objects: Mapping[str, Any]
+        return replace(self, arrays=arrays, objects={key: loaded[key] for key in objects})
 
     def begin_reads(self, reads: Iterable[ArrayRead]) -> Transfer:
-        """See ArrayReader: of whole arrays. One that lies in the target's memory is not copied."""
+        """Copy whole arrays, but those that lie in the target's memory already."""
         for read in reads:
             source = self.arrays[read.array.key]
             if source.ctypes.data != read.target.ctypes.data:
@@ -185,7 +174,8 @@ class LoadedByStrategy:
 
     def object_path(self, name: ObjectId) -> str:
         """Where Megatron-Core keeps it, for messages."""
-        return str(object_path(self.root, name))
+        assert isinstance(self.save.root, Path)  # noqa: S101 - these strategies have no URLs
+        return str(object_path(self.save.root, name))
 
     def object_content(self, name: ObjectId) -> bytes:
         """The object, pickled."""
@@ -193,7 +183,7 @@ class LoadedByStrategy:
 
 
 Source = OwnSource | StrategySource
-Opened = StoredCheckpoint | LoadedByStrategy
+Opened = StoredCheckpoint | StrategySource
 
 
 def _in_memory(array: ArraySpec, tensor: torch.Tensor) -> HostArray:

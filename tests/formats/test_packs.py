@@ -31,8 +31,9 @@ from dist_ckpt_strategies.formats.pack import (
     lay_out,
 )
 from dist_ckpt_strategies.formats.pack_header import open_pack, parse_header, verify_pack
-from dist_ckpt_strategies.formats.pack_read import BlockReads, begin_reads
+from dist_ckpt_strategies.formats.pack_read import BlockReads, read_jobs
 from dist_ckpt_strategies.formats.pack_write import PackRecord, file_of, write_pack
+from dist_ckpt_strategies.storage.io_pool import Transfer
 from tests.support.packs import MemoryPlace, small_ranges
 from tests.support.sharding import at_random
 
@@ -104,13 +105,9 @@ class Written:
         offset = padded([box.offset for box in wanted], width, 0)
         shape = padded([box.shape for box in wanted], width, 1)
         packs = dict(enumerate(self.records))
-        begin_reads(
-            self.place,
-            BlockReads(packs, table.place, table.extent, offset, shape, targets, keys),
-            num_threads=1,
-            verify=verify,
-            max_nbytes=8 * pack.RANGE_NBYTES,
-        ).wait()
+        reads = BlockReads(packs, table.place, table.extent, offset, shape, targets, keys)
+        jobs = read_jobs(self.place, reads, {}, 8 * pack.RANGE_NBYTES, verify=verify)
+        Transfer(jobs, 1).wait()
         for id_, target, content in zip(ids, targets, expected, strict=True):
             assert target.tobytes() == content.tobytes(), id_
 
@@ -153,12 +150,12 @@ def test_a_pack_describes_itself_as_it_was_laid_out(seed: int, limit: int) -> No
     blocks: dict[Any, Any] = {}
     objects: dict[Any, Any] = {}
     for number, record in enumerate(written.records):
-        header = open_pack(written.place, record.name).header
-        assert (header.save_id, header.num_packs, header.rank) == ("s", 7, 3)
+        header = open_pack(written.place, record.name)
+        assert (header.save_id, header.num_packs, header.record.rank) == ("s", 7, 3)
         blocks |= {at: (number, *row[1:]) for at, row in placed(header.table)}
         objects |= {name: replace(stored, pack=number) for name, stored in header.objects}
         commons += [replace(header.common, pack=number)] if header.common else []
-        assert header.nbytes == len(written.place.files[file_of(record.name)])
+        assert header.record.nbytes == len(written.place.files[file_of(record.name)])
 
     assert blocks == {at: tuple(row) for at, row in placed(layout.table)}
     assert objects == dict(layout.objects)

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import DType, Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.tools.plan_convert import (
     Format,
-    SourceArray,
     blocks,
     build_convert_plan,
 )
@@ -35,6 +34,6 @@ def test_blocks_are_bounded_and_follow_each_other_in_c_order(
 
 
 def test_keys_that_would_become_one_are_refused() -> None:
-    sources = [SourceArray(key, (40, 30), DType.FLOAT32, (10, 15)) for key in ("a", "b")]
+    sources = [ArraySpec(key, (40, 30), DType.FLOAT32, (10, 15)) for key in ("a", "b")]
     with pytest.raises(PlanError, match="b: two arrays of the source would have this key"):
         build_convert_plan(sources, Format.ZARR1, {"a": "b"}, file_nbytes=3000)
