@@ -85,7 +85,8 @@ def save(store: Directory, layout: Layout, tensors: Sequence[Bytes]) -> list[Pac
     for packed in layout.packs:
         contents = [[tensors[n] for n in packed.sources if n >= 0]]
         name = pack_write.new_pack_name()
-        records.append(write_pack(store, name, packed, contents, save_id="s", rank=0))
+        record, _ = write_pack(store, name, packed, contents, save_id="s", rank=0)
+        records.append(record)
     return records
 
 

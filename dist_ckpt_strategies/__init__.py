@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.manager.latest import load_latest
     from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
     from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy
+    from dist_ckpt_strategies.strategies.compare import compare
+    from dist_ckpt_strategies.strategies.compare_report import CompareReport
     from dist_ckpt_strategies.strategies.install import install, installed, uninstall
     from dist_ckpt_strategies.strategies.load import load
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -42,6 +44,8 @@ _NAMES = {
     "manager.latest": ("load_latest",),
     "manager.manager": ("TieredCheckpointManager",),
     "manager.policy": ("ManagerOptions", "SavePolicy"),
+    "strategies.compare": ("compare",),
+    "strategies.compare_report": ("CompareReport",),
     "strategies.install": ("install", "installed", "uninstall"),
     "strategies.load": ("load",),
     "strategies.save": ("SaveHandle", "save", "save_async"),
@@ -64,6 +68,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Attempt",
+    "CompareReport",
     "ConvertOptions",
     "Loaded",
     "LocalOptions",
@@ -77,6 +82,7 @@ __all__ = [
     "StrategyAction",
     "Tier",
     "TieredCheckpointManager",
+    "compare",
     "convert",
     "copy",
     "diff",

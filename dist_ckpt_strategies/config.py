@@ -54,6 +54,14 @@ class Verify(StrEnum):
     READ = "read"
 
 
+class OnUnchanged(StrEnum):
+    """What a save does whose content stands still since the one before."""
+
+    WARN = "warn"
+    RAISE = "raise"
+    IGNORE = "ignore"
+
+
 class Credentials(StrEnum):
     """Where the credentials for S3 come from; TensorStore reads them."""
 
@@ -142,6 +150,9 @@ class Options:
             nothing but headers and the index.
         strict_dtype: whether a load raises where an array is stored in another dtype than the one
             requested, before it fills any tensor; otherwise it converts, and warns once.
+        on_unchanged: what a save of packs does that repeats the weights or the moments of the last
+            save: ``"warn"``, ``"raise"`` a PlanError before it is committed, or ``"ignore"``; see
+            docs/right_state.md.
         writer_process: whether a separate process per rank writes asynchronous saves to
             directories; threads of this process compete with training for Python's lock.
         store: how object stores are reached; None: from the environment.
@@ -157,6 +168,7 @@ class Options:
     io_threads: int = 16
     verify: Verify = Verify.READ
     strict_dtype: bool = False
+    on_unchanged: OnUnchanged = OnUnchanged.WARN
     writer_process: bool = True
     store: StoreOptions | None = None
     base: str | None = None

@@ -214,6 +214,23 @@ fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
+_RIGHT_STATE_BEFORE = f"""
+{_WORLD_OF_ONE}
+import torch
+import dist_ckpt_strategies
+from dist_ckpt_strategies.integrations import dcp
+from megatron.core.dist_checkpointing import ShardedTensor
+def get_state(moment=0.5, num_steps=20):
+    moments = torch.full((64, 96), moment)
+    arrays = {{"layer.weight": torch.ones(64, 96), "optimizer.state.exp_avg.layer.weight": moments}}
+    shards = {{key: ShardedTensor.from_rank_offsets(key, t) for key, t in arrays.items()}}
+    return {{"arrays": shards, "scheduler": {{"num_steps": num_steps}}}}
+dist_ckpt_strategies.save(get_state(), "checkpoints/iter_0000020")
+state_dict, state = get_state(0.0, 0), {{"weight": torch.ones(64, 96)}}
+manager = dist_ckpt_strategies.TieredCheckpointManager("run")
+manager.save(20, get_state, force=True)
+"""
+
 SCRIPTS = {
     **{f"docs/{name}.md": ("", "") for name in ("quickstart", "errors", "tuning", "operations")},
     "README.md": (_README_BEFORE, _README_AFTER),
@@ -230,6 +247,7 @@ SCRIPTS = {
     "docs/cli.md": ("import os\nos.mkdir('checkpoints')", "assert report.removed == ()"),
     "docs/manager.md": (_WORLD_OF_ONE, ""),
     "docs/dcp.md": (_DCP_BEFORE, "assert state['step'] == 10"),
+    "docs/right_state.md": (_RIGHT_STATE_BEFORE, "manager.close()"),
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
 }
 

@@ -61,6 +61,10 @@ class PackRecord:
     rank: int
 
 
+Written = tuple[PackRecord, Digests]
+"""A pack that was written, and the digests of its ranges."""
+
+
 def new_pack_name() -> str:
     """A name that no other pack has."""
     return secrets.token_hex(8)
@@ -76,7 +80,7 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
     rank: int,
     num_packs: int = 0,
     digests: Digests | None = None,
-) -> PackRecord:
+) -> Written:
     """Write a pack, durably. Rank-local.
 
     Args:
@@ -123,7 +127,8 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
 
     path = file_of(name)
     store.write_pieces(path, pieces())
-    return PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
+    record = PackRecord(name, sealed[0], pack.nbytes, pack.data_start, pack.num_ranges, rank)
+    return record, table
 
 
 def _digest(number: int, piece: Bytes, digests: Digests | None) -> int:
@@ -152,7 +157,7 @@ def delete_files(store: Place, names: Iterable[str]) -> None:
 PackContents = Sequence[Iterable[Sequence[Bytes]]]
 """The bytes of the tensors of each pack, in its order, in batches; see ``write_pack``."""
 
-Write = Callable[[PackContents], Sequence[PackRecord]]
+Write = Callable[[PackContents], Sequence[Written]]
 """Writes all that a rank holds, durably. It can be sent to another process."""
 
 
@@ -163,7 +168,7 @@ def write_packs(
     num_threads: int,
     timeout_s: float,
     contents: PackContents,
-) -> tuple[PackRecord, ...]:
+) -> tuple[Written, ...]:
     """Write packs, durably, some on threads at the same time. Rank-local.
 
     ``facts`` are ``save_id``, ``rank`` and ``num_packs`` of ``write_pack``; ``timeout_s`` is the
@@ -173,7 +178,7 @@ def write_packs(
         StorageError: a pack cannot be written; what was written of the others is deleted.
     """
     names = [new_pack_name() for _ in packs]
-    records: dict[str, PackRecord] = {}
+    records: dict[str, Written] = {}
 
     def write(name: str, pack: PackLayout, batches: Iterable[Sequence[Bytes]]) -> None:
         records[name] = write_pack(store, name, pack, batches, **facts)
@@ -203,8 +208,11 @@ def write_copy(packs: Sequence[PackLayout], write: Write, memory: memoryview) ->
     )
 
 
-def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> None:
-    """Complete the file of a pack in memory that holds its tensors: header, padding, digests."""
+def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> Digests:
+    """Complete the file of a pack in memory that holds its tensors: header, padding, digests.
+
+    Returns the digests of its ranges.
+    """
     header, number = pack.header(save_id, num_packs), 0
     memory[: pack.data_start] = np.frombuffer(header, np.uint8)
     digests = np.empty(pack.num_ranges, np.uint64)
@@ -217,6 +225,7 @@ def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> None:
             number += 1
     table, _ = sealed_table(digests, header)
     memory[pack.nbytes - len(table) : pack.nbytes] = np.frombuffer(table, np.uint8)
+    return digests
 
 
 def pack_starts(packs: Sequence[PackLayout]) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP) over packs: ``save`` and ``load``, and what its verbs take.
 
-The writer and the reader are in ``dcp_storage``; ``async_save`` and ``shard_layout``, which save
-without DCP and alone need Megatron-Core, in ``dcp_layout``.
+The writer is in ``dcp_writer``, the reader in ``dcp_storage``; ``async_save``, ``compare`` and
+``shard_layout``, which do without DCP and alone need Megatron-Core, in ``dcp_layout``.
 """
 
 from __future__ import annotations
@@ -45,20 +45,27 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader, PackStorageWriter
+from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader
+from dist_ckpt_strategies.integrations.dcp_writer import PackStorageWriter
 from dist_ckpt_strategies.sharded.agreement import (
     require_same_checkpoint,
 )
 from dist_ckpt_strategies.storage.host import no_garbage_collection
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.integrations.dcp_layout import ShardLayout, async_save, shard_layout
+    from dist_ckpt_strategies.integrations.dcp_layout import (
+        ShardLayout,
+        async_save,
+        compare,
+        shard_layout,
+    )
 
 __all__ = [
     "PackStorageReader",
     "PackStorageWriter",
     "ShardLayout",
     "async_save",
+    "compare",
     "load",
     "save",
     "shard_layout",
@@ -86,12 +93,15 @@ def save(  # noqa: PLR0913 - those of DCP
     allow: Allowed = (),
     overwrite: bool = True,
     timeout_s: float | None = None,
+    storage_writer: PackStorageWriter | None = None,
 ) -> Metadata:
     """Save by ``torch.distributed.checkpoint.save``; every rank raises where one has failed.
 
     Collective over the group, but for ``no_dist``. ``timeout_s`` is the longest wait for a peer,
     and for DCP's save. After a PeerTimeoutError or PeerLostError the group is out of step, and must
-    not be used again. Other arguments are those of ``PackStorageWriter`` and DCP.
+    not be used again. With one ``storage_writer`` for all saves, each is compared with the one
+    before; its ``options``, ``allow`` and ``overwrite`` count then. Other arguments are those of
+    ``PackStorageWriter`` and DCP.
 
     Raises:
         PlanError, UnsafeObjectError, CheckpointExistsError, StorageError: see PackStorageWriter.
@@ -103,7 +113,9 @@ def save(  # noqa: PLR0913 - those of DCP
     writers: list[PackStorageWriter] = []
 
     def prepare() -> None:
-        writers.append(PackStorageWriter(path, options=chosen, allow=allow, overwrite=overwrite))
+        how: Any = {"options": chosen, "allow": allow, "overwrite": overwrite}
+        writers.append(storage_writer or PackStorageWriter(path, **how))
+        writers[0].reset(path)
 
     run_collectively(comm, prepare)  # a rank that does not come is named
     verb: Any = partial(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -15,13 +15,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dist_ckpt_strategies.comm.base import run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import raises_megatron_errors
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.plan import build_distribution
 from dist_ckpt_strategies.megatron.shards import message_of, object_from_message, shard_from_message
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
+from dist_ckpt_strategies.strategies.compare import compare as compare_sharded
+from dist_ckpt_strategies.strategies.compare_report import CompareReport
 from dist_ckpt_strategies.strategies.save import save_async
 
 
@@ -45,6 +47,28 @@ def async_save(
     whole = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
     shards = shard_layout(whole, timeout_s=timeout_s).shards(whole)
     return save_async(shards, path, overwrite=overwrite, allow=allow, timeout_s=timeout_s)
+
+
+@raises_megatron_errors
+def compare(
+    state_dict: Mapping[str, Any],
+    path: str | Path,
+    *,
+    ignore: Sequence[str] = (),
+    allow: Allowed = (),
+    options: Options | None = None,
+) -> CompareReport:
+    """Compare a state, as DCP takes it, with a checkpoint; see ``dist_ckpt_strategies.compare``.
+
+    Collective over the world.
+    """
+
+    def state() -> dict[str, Any]:
+        return _shards_of(
+            {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+        )
+
+    return compare_sharded(state, path, ignore=ignore, allow=allow, options=options)
 
 
 @dataclass(frozen=True, slots=True)

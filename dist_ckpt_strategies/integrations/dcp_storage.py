@@ -1,13 +1,12 @@
-"""Packs as a storage of ``torch.distributed.checkpoint`` (DCP): its writer and its reader.
+"""Checkpoints as a storage that ``torch.distributed.checkpoint`` (DCP) reads; see ``dcp_writer``.
 
-They talk to no peer: what ranks have to tell each other travels in DCP's own plans and results.
+Nothing here talks to a peer: what ranks have to tell each other travels in DCP's own plans.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -28,41 +26,22 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
     ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dist_ckpt_strategies.comm.process_group import global_rank
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Region, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.device import require_plain, torch_dtype
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointError,
     PlanError,
-    StrategyError,
 )
-from dist_ckpt_strategies.formats.base import BASE, NamedBase, base_to_name
-from dist_ckpt_strategies.formats.commit import require_unfinished
-from dist_ckpt_strategies.formats.index import NewSave, PackSummary
-from dist_ckpt_strategies.formats.locations import PACKS, Location, located, place_of
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    allowing,
-    default_allowed,
-    dump_object,
-    load_content,
-)
-from dist_ckpt_strategies.formats.pack import lay_out
+from dist_ckpt_strategies.formats.locations import Location, located
+from dist_ckpt_strategies.formats.objects import Allowed, allowing, load_content
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
-from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
-from dist_ckpt_strategies.formats.pack_write import delete_files, file_of
-from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
 from dist_ckpt_strategies.sharded.read import TensorRead, run_reads
-from dist_ckpt_strategies.sharded.save import Contents, limits_of, pack_writer, write_contents
 from dist_ckpt_strategies.storage.io_pool import (
     ENDING,
     OPENING,
@@ -81,11 +60,11 @@ T = TypeVar("T")
 _NUM_READERS = 16
 """Objects that are read at the same time: a request each where the checkpoint is in a bucket."""
 
-_PATHS = "dcp_paths"
+PATHS = "dcp_paths"
 """In the index: where in nested containers each value stood whose key does not say so."""
 
 
-class _Placed:
+class Placed:
     """What DCP asks of writers and readers about their place."""
 
     checkpoint_id: Any = None
@@ -111,174 +90,14 @@ class _Placed:
         return located(self.checkpoint_id, self._options, what="path")
 
 
-class PackStorageWriter(_Placed, StorageWriter):
-    """Saves as ("safetensors", 1): each rank writes packs, the coordinator makes them visible.
-
-    For ``torch.distributed.checkpoint.save`` and ``async_save``, also in a process of its own: it
-    can be pickled. What was there before stays whole until the new index replaces its own.
-
-    Args:
-        path: directory of the checkpoint, which is made where it is missing, or a URL such as
-            ``s3://bucket/run/step_10``.
-        options: timeouts of storage, and memory bounds; by default from the environment.
-        allow: further classes that bytes may be unpickled to; the reader has to allow them too.
-        overwrite: False: a save raises where there is a finished checkpoint.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        options: Options | None = None,
-        allow: Allowed = (),
-        overwrite: bool = True,
-    ) -> None:
-        self._options, self._allow = options or options_from_environment(), tuple(allow)
-        self._overwrite, self._is_coordinator = overwrite, False
-        self._written: tuple[str, ...] = ()
-        self._base: NamedBase | None = None
-        self.reset(path)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
-        """Begin a save. DCP calls it.
-
-        Raises:
-            StrategyError: the ranks do not tell each other what they save.
-            CheckpointExistsError: there is a finished checkpoint, and it is to stay.
-        """
-        if not kwargs.get("use_collectives", True):
-            raise StrategyError(
-                "use_collectives=False: each rank would make a checkpoint of its own of what it "
-                "holds; leave it out, or save with no_dist=True to a place of each rank's own"
-            )
-        self._is_coordinator, self._written = is_coordinator, ()
-        root, deadline = self._root, Deadline.after(OPENING * self._options.timeout_s)
-        if is_coordinator and not self._overwrite:
-            run_within(deadline, root, lambda: require_unfinished(root))
-        if is_coordinator:
-            self._base = run_within(deadline, root, lambda: base_to_name(self._options))
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is: what it held would be lost where DCP caches plans."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
-        return plans
-
-    @torch.no_grad()  # a DTensor then gives its shard at once
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's packs, durably; one result that says what is where. DCP calls it.
-
-        Raises:
-            PlanError: a tensor is none that can be stored, or two overlap.
-            UnsafeObjectError: bytes need a class that the reader would refuse.
-            StorageError: a pack cannot be written; nothing stays.
-        """
-        options, place, rank = self._options, place_of(self._root), global_rank()
-        kept = replace(plan, items=[one for one in plan.items if options.saves(one.index.fqn)])
-        contents = _contents(kept, planner, self._allow, has_common=self._is_coordinator)
-        sizes = [(name, len(content)) for name, content in contents.objects]
-        common = None if contents.common is None else len(contents.common)
-        limits = limits_of(place, options)
-        layout = lay_out(contents.shards, sizes, common, rank=rank, limits=limits)
-        write = pack_writer(place, layout.packs, options, rank=rank)
-        packs = write_contents(write, layout, contents, options)
-        self._written = tuple(file_of(pack.name) for pack in packs)
-        summary = PackSummary(tuple(packs), layout.objects, layout.common)
-        stored = rank, summary, described(layout, (), ())
-        nbytes = sum(pack.nbytes for pack in packs)
-        return _done([WriteResult(MetadataIndex(""), nbytes, stored)])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make what all ranks have written the content of the place. DCP calls it on one rank.
-
-        Raises:
-            CoverageError, PlanError: the shards do not make up the tensors.
-            StorageError: it cannot be made visible.
-        """
-        stored = [result.storage_data for of_rank in results for result in of_rank]
-        ranks, summaries, descriptions = zip(*stored, strict=True)
-        told = tuple((num_packs, main, digest) for num_packs, main, _, digest in descriptions)
-        ledger = proved(Ledger("", told, {}), ranks)
-        facts: dict[str, Any] = {"ranks": len(ranks), "created": time.time()}
-        facts |= {_PATHS: paths} if (paths := _paths(metadata.planner_data)) else {}
-        facts |= {BASE: self._base} if self._base else {}
-
-        def make_visible() -> CheckpointError | None:
-            place = place_of(self._root)
-            common, marker, save_id = _no_common_state(), PACKS.to_json(), new_save_id(place)
-            save = NewSave(save_id, ledger.segments or (), summaries, facts, common, marker)
-            return commit(place, save)
-
-        deadline = Deadline.after(WORK * self._options.timeout_s)
-        if failure := run_within(deadline, self._root, make_visible):
-            logger.warning("%s: Megatron-Core's own load does not find it: %s", self._root, failure)
-
-    def discard(self) -> None:
-        """Delete what the last save of this rank has written, when it has failed on all ranks."""
-        delete_files(place_of(self._root), self._written)
-        self._written = ()
-
-
-def _done(value: T) -> Future[T]:
+def done(value: T) -> Future[T]:
+    """A future that has its result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
-def _no_common_state() -> bytes:
-    """A common state for Megatron-Core, which asks for one."""
-    return dump_object({}, name="common state")
-
-
-def _contents(
-    plan: SavePlan, planner: SavePlanner, allow: Allowed, *, has_common: bool
-) -> Contents:
-    """What a plan has this rank write."""
-    shards: list[ShardSpec] = []
-    tensors: list[torch.Tensor] = []
-    objects: list[tuple[ObjectId, bytes]] = []
-    for item in plan.items:
-        key = item.index.fqn
-        data: Any = planner.resolve_data(item)
-        if item.type is WriteItemType.BYTE_IO:
-            content = bytes(data.getbuffer())
-            objects.append((ObjectId(key, (0,), (1,)), content))
-            continue
-        stored: Any = item.tensor_data
-        tensor = data.detach()
-        require_plain(tensor, key=key)
-        region = Region(tuple(stored.chunk.offsets), tuple(stored.chunk.sizes))
-        if tuple(tensor.shape) != region.shape:
-            raise PlanError(
-                f"{key}: a tensor of shape {tuple(tensor.shape)} to be saved, its plan has "
-                f"{region.shape}; the planner has to give what it has announced",
-                key=key,
-            )
-        dtype = DType.named(str(tensor.dtype), key=key)
-        shards.append(ShardSpec(ShardId(key, region), tuple(stored.size), dtype))
-        tensors.append(tensor)
-    if objects:
-        pickled = [(name.key, content) for name, content in objects]
-        _require_allowed(pickled, "what is saved", [*default_allowed(), *allow])
-    common = _no_common_state() if has_common else None
-    return Contents(tuple(shards), tuple(tensors), objects=tuple(objects), common=common)
-
-
-def _paths(planner_data: Any) -> dict[str, list[str | int]]:
-    """Of the mappings of DCP's own planners, those that the key alone does not give."""
-    if not isinstance(planner_data, Mapping):
-        return {}
-    are_paths = all(
-        isinstance(path, tuple) and all(isinstance(step, str | int) for step in path)
-        for path in planner_data.values()
-    )
-    found = planner_data.items() if are_paths else ()
-    return {key: list(path) for key, path in found if path != (key,)}
-
-
-class PackStorageReader(_Placed, StorageReader):
+class PackStorageReader(Placed, StorageReader):
     """Loads checkpoints of every format that ``dist_ckpt_strategies.open`` reads.
 
     For ``torch.distributed.checkpoint.load``. Each rank reads what it needs, and compares it with
@@ -377,7 +196,7 @@ class PackStorageReader(_Placed, StorageReader):
             planner.commit_tensor(item, target)
         for item in of_objects:
             planner.load_bytes(item, io.BytesIO(contents[item.storage_index.fqn]))
-        return _done(None)
+        return done(None)
 
     @property
     def _checkpoint(self) -> OpenedCheckpoint:
@@ -393,7 +212,7 @@ def _metadata(opened: OpenedCheckpoint) -> Metadata:
         properties = TensorProperties(torch_dtype(spec.dtype))
         content[key] = TensorStorageMetadata(properties, size, [chunk])
     if isinstance(stored, PackCheckpoint):
-        known = stored.index.facts.get(_PATHS, {})
+        known = stored.index.facts.get(PATHS, {})
     return Metadata(content, {key: tuple(known.get(key, (key,))) for key in content})
 
 
@@ -420,11 +239,11 @@ def _read_objects(
     jobs = [Job(key, names[key].unique_key, partial(read, key)) for key in contents]
     wait = partial(Transfer(jobs, _NUM_READERS).wait, deadline.left_s)
     stored.save.read(wait, limit_s)
-    _require_allowed(contents.items(), opened.root, opened.allowed)
+    require_allowed(contents.items(), opened.root, opened.allowed)
     return contents
 
 
-def _require_allowed(contents: Iterable[tuple[str, bytes]], place: object, allow: Allowed) -> None:
+def require_allowed(contents: Iterable[tuple[str, bytes]], place: object, allow: Allowed) -> None:
     """Unpickle bytes once, to what is allowed: DCP does it freely. Equal ones are tried once.
 
     Raises:

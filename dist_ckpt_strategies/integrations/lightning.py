@@ -28,6 +28,7 @@ from dist_ckpt_strategies.integrations.lightning_state import (
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
 from dist_ckpt_strategies.recovery import PEFTCheckpointManager, Phase
+from dist_ckpt_strategies.strategies.compare_report import CompareReport
 
 __all__ = [
     "CheckpointlessCallback",
@@ -223,14 +224,20 @@ class TieredCheckpointCallback(_Callback):  # type: ignore[misc]
         manager: closed when the training ends. One with ``recovery`` asks memory first, beside a
             CheckpointlessCallback; a CheckpointlessCompatibleConnector is not needed then.
 
+        check_resume: compare the state with what was loaded before the first step, and log what
+            differs; see ``TieredCheckpointManager.check_resume``. Loops and callbacks, which have
+            begun then, are left out.
+
     Attributes:
         loaded: what the manager has found; None before that, and where there was nothing.
+        report: of ``check_resume``; None where nothing was compared.
     """
 
-    def __init__(self, manager: TieredCheckpointManager) -> None:
+    def __init__(self, manager: TieredCheckpointManager, *, check_resume: bool = True) -> None:
         super().__init__()
-        self.manager = manager
+        self.manager, self.check_resume = manager, check_resume
         self.loaded: Loaded | None = None
+        self.report: CompareReport | None = None
         self._provider: Any = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -245,6 +252,8 @@ class TieredCheckpointCallback(_Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Have the data go on from there; see Lightning."""
+        if self.check_resume and self.loaded is not None:
+            self.report = self.manager.check_resume(self._provider.resumed_state_dict)
         if not any(getattr(one, "enable_checkpointless", False) for one in trainer.callbacks):
             self._provider.begin_training(lambda: None)
 

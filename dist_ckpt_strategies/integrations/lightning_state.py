@@ -163,6 +163,15 @@ class LightningStateProvider(LoopState):
         kept = ShardedObject("objects", objects, (1,), (0,), replica_id=rank)
         return {"tensors": shards, "objects": kept}
 
+    def resumed_state_dict(self) -> dict[str, Any]:
+        """Like ``sharded_state_dict``, of what the trainer has now, before its first step.
+
+        Its loops and callbacks have begun anew: of these it has what was loaded.
+        """
+        now, loaded = LightningStateProvider(self._trainer), self.objects()
+        now._captured = {**now.objects(), **{n: loaded[n] for n in ("loops", "callbacks")}}
+        return now.sharded_state_dict()
+
     def num_batches_done(self) -> int:
         """Batches of its epoch that the state has seen, and that a new data loader gives again.
 

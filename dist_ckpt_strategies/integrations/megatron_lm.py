@@ -7,7 +7,7 @@ and on the main branch.
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,11 +19,13 @@ from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.integrations.megatron_lm_resume import FirstResume, checked_load
 from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
+from dist_ckpt_strategies.manager.candidates import Tier
 from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import (
@@ -51,6 +53,7 @@ def install(
     allow: Allowed = (),
     options: Options | None = None,
     manager: TieredCheckpointManager | None = None,
+    check_resume: bool = True,
 ) -> None:
     """Make Megatron-LM save and load with this package. Rank-local; call it on every rank.
 
@@ -69,6 +72,9 @@ def install(
             damaged, reports metrics and removes old ones. The flags decide when to save, and
             ``--exit-signal-handler`` handles SIGTERM. Its ``local`` is used by
             ``--non-persistent-ckpt-type local``.
+        check_resume: compare the state with the global checkpoint, once the first
+            ``load_checkpoint`` has put it back, and log what differs; see ``compare``. Not with
+            ``--finetune``, ``--no-load-optim`` and ``--no-load-rng``.
 
     Raises:
         MissingDependencyError: Megatron-LM's sources are not on the path.
@@ -90,10 +96,17 @@ def install(
             "found torch_dist, which Megatron-Core writes"
         )
     chosen = options or options_from_environment()
-    step_of = partial(_step_of, manager, chosen)
+    step_of, resume = partial(_step_of, manager, chosen), FirstResume(manager)
     save_by = partial(_save, manager, step_of)
-    load_by = partial(_load, manager, partial(_step_to_load, checkpointing, step_of))
-    replace_functions(sharded_strategy, allow, chosen, save_by, load_by)
+    load_by = partial(_load, resume, partial(_step_to_load, checkpointing, step_of))
+
+    def further() -> Mapping[Any, Any]:
+        theirs = getattr(checkpointing, "load_checkpoint", None)
+        if theirs is None or not check_resume:
+            return {}
+        return {theirs: checked_load(checkpointing, resume, chosen, allow)}
+
+    replace_functions(sharded_strategy, allow, chosen, save_by, load_by, further)
     made = {"allow": allow, "timeout_s": chosen.timeout_s}
     _provide_local(partial(_local_manager, checkpointing, manager, made))
     if is_ours and not has_registry() and find_spec("nvidia_resiliency_ext") is None:
@@ -171,7 +184,7 @@ def _save(
 
 
 def _load(
-    manager: TieredCheckpointManager | None,
+    resume: FirstResume,
     step_of: Callable[[str], int | None],
     load_by: Callable[..., Any],
     sharded_state_dict: StateDict,
@@ -186,12 +199,16 @@ def _load(
     if isinstance(strict := arguments.get("strict"), str):
         arguments["strict"] = strict.replace("return_", "log_")
     arguments["sharded_strategy"] = sharded_strategy
+    manager = resume.manager
     step = step_of(checkpoint_dir) if load_by is load else None
     if manager is not None and step is not None:
         latest = manager.load_latest(sharded_state_dict, at_most=step, **arguments)
         if latest is not None:
+            resume.place = latest.name if latest.tier is Tier.GLOBAL else None
             return latest.state
-    return load_by(sharded_state_dict, checkpoint_dir, **arguments)
+    loaded = load_by(sharded_state_dict, checkpoint_dir, **arguments)
+    resume.place = str(checkpoint_dir)
+    return loaded
 
 
 def _step_of(

@@ -39,6 +39,7 @@ from dist_ckpt_strategies.local.retrieve import load_newest
 from dist_ckpt_strategies.local.save import (
     Prepared,
     Started,
+    Written,
     finish_save,
     start_save,
     write_shards,
@@ -47,6 +48,7 @@ from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork, LocalSaveRequest
+from dist_ckpt_strategies.sharded.unchanged import LastSave
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, WORK, Deadline, run_within
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class LocalCheckpointManager:
         max_bucket_bytes: bound, in bytes, on what travels at once in a load. In a save the
             strategy's holds.
         allow: further classes that the state may hold objects of.
+        on_unchanged: see ``save``, of ("safetensors", 1); by default what the environment says.
     """
 
     def __init__(  # noqa: PLR0913 - NVRx's three, and options by name
@@ -91,6 +94,7 @@ class LocalCheckpointManager:
         timeout_s: float | None = None,
         max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
         allow: Allowed = (),
+        on_unchanged: str | None = None,
     ) -> None:
         if keep < 1:
             raise PlanError(f"keep: expected 1 or more saves, found {keep}")
@@ -105,13 +109,16 @@ class LocalCheckpointManager:
         self._directory = ShardDirectory(self.root_local_ckpt_dir / session_id)
         self._keep = keep
         self._group = group
-        self.timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+        changes = {"timeout_s": timeout_s, "on_unchanged": on_unchanged}
+        options = options_from_environment().with_changes(**changes)
+        self.timeout_s, self._on_unchanged = options.timeout_s, options.on_unchanged
         self.max_bucket_bytes = max_bucket_bytes
         self._allowed = default_local_allowed(allow)
         self._memory = HostSnapshot()
-        self._running: BackgroundWork[str] | None = None
+        self._running: BackgroundWork[Written] | None = None
         self._newest: SaveId | None = None
         self._lock: object = None
+        self._last: LastSave | None = None
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -181,7 +188,7 @@ class LocalCheckpointManager:
             strategy.note_use(work)
         work.begin()
 
-        def written() -> str:
+        def written() -> Written:
             work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more
             return work.result()
 
@@ -196,12 +203,13 @@ class LocalCheckpointManager:
         what = f"the end of the local save of iteration {started.save.iteration}"
         return LocalSaveRequest(comm, (started.save.stamp, what), work, finish, self.timeout_s)
 
-    def _finish(self, started: Started, written: Callable[[], str]) -> None:
+    def _finish(self, started: Started, written: Callable[[], Written]) -> None:
         """Complete a save, then remove what is not kept. Collective.
 
         While a later save is under way, that one removes it.
         """
-        before = finish_save(started, written, self.session_id)
+        known = self.session_id, self._last, self._on_unchanged
+        before, self._last = finish_save(started, written, *known)
         if started.save == self._newest:
             deadline = Deadline.after(ENDING * self.timeout_s)
             remove_outdated(

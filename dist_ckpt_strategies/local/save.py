@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.pack import Layout
+from dist_ckpt_strategies.formats.pack import Digests, Layout
 from dist_ckpt_strategies.formats.pack_write import seal
 from dist_ckpt_strategies.local.inventory import Inventory, build_inventory, listing, nodes_of
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
@@ -32,6 +32,7 @@ from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardWriter
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork, yield_to_training
 from dist_ckpt_strategies.sharded.background import copy_contents
 from dist_ckpt_strategies.sharded.save import Contents
+from dist_ckpt_strategies.sharded.unchanged import LastSave, compared, described_save, judged
 from dist_ckpt_strategies.storage.io_pool import (
     CLEAN_UP,
     ENDING,
@@ -49,7 +50,10 @@ _HEAD_START_S = 0.01
 """Training is back from an asynchronous save before the rest of it asks for Python's lock."""
 
 
-_Background = BackgroundWork[str] | None
+Written = tuple[str, Digests]
+"""A report of what a rank has written, and the digests of its own pack."""
+
+_Background = BackgroundWork[Written] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def start_save(
     started: list[Started] = []
     folder = directory.holder_directory(comm.rank)
 
-    def work() -> str:
+    def work() -> Written:
         yield_to_training()
         started[0].rounds.threads.submit_to_all(yield_to_training)
         time.sleep(_HEAD_START_S)
@@ -177,7 +181,7 @@ def _require_alike(answers: Sequence[Message]) -> None:
             )
 
 
-def write_shards(started: Started) -> str:
+def write_shards(started: Started) -> Written:
     """Write the packs of all members of a clique at each of them, durably; what this rank wrote.
 
     No file has a name yet. All members call it together, here or on a thread, and learn of its
@@ -188,7 +192,8 @@ def write_shards(started: Started) -> str:
     """
     own, rounds, sizes = started.own, started.rounds, started.sizes
     began, deadline = time.monotonic(), Deadline.after(WORK * own.timeout_s)
-    seal(own.layout.packs[0], own.image.numpy(), str(started.save), started.comm.size)
+    pack, num_packs = own.layout.packs[0], started.comm.size
+    digests = seal(pack, own.image.numpy(), str(started.save), num_packs)
     rounds.expect(sizes)
     share = started.bucket_nbytes // max(1, len(sizes) - 1)
     with rounds.threads:
@@ -198,10 +203,17 @@ def write_shards(started: Started) -> str:
     Transfer(flushes, len(flushes)).wait(deadline.left_s)
     own_nbytes = own.image.numel()
     nbytes = f"own_nbytes {own_nbytes}, received_nbytes {sum(sizes) - own_nbytes}"
-    return f"num_shards {len(sizes)}, {nbytes}, seconds {time.monotonic() - began:.3f}"
+    seconds = time.monotonic() - began
+    return f"num_shards {len(sizes)}, {nbytes}, seconds {seconds:.3f}", digests
 
 
-def finish_save(started: Started, written: Callable[[], str], session_id: str) -> Inventory:
+def finish_save(
+    started: Started,
+    written: Callable[[], Written],
+    session_id: str,
+    last: LastSave | None,
+    on_unchanged: str,
+) -> tuple[Inventory, LastSave]:
     """Give the files their names, once every rank has written its own. Collective.
 
     If it fails on any rank, every rank raises, and nothing of the save stays. Where contact with a
@@ -212,20 +224,25 @@ def finish_save(started: Started, written: Callable[[], str], session_id: str) -
         started: what ``start_save`` has returned.
         written: does ``write_shards``, or waits for it; may raise.
         session_id: of the manager.
+        last: what was returned last.
+        on_unchanged: see Options.
 
     Returns:
-        What the ranks had before.
+        What the ranks had before, and ``last`` of the next save.
 
     Raises:
+        PlanError: the save repeats the last one, and ``on_unchanged`` says so.
         StorageError: a file cannot be written, or has disappeared.
         CorruptCheckpointError: one is not as a peer has sent it.
         PeerError: the same on another rank.
     """
     comm, directory, save = started.comm, started.directory, started.save
-    members, timeout_s = started.own.clique.global_ranks, started.own.timeout_s
+    own, ends = started.own, list[LastSave]()
+    members, timeout_s = own.clique.global_ranks, own.timeout_s
 
     def describe() -> Message:
-        report = written()
+        report, digests = written()
+        ends.append(described_save(f"local iteration {save.iteration}", own.layout, [digests]))
         text = "rank %s: local save of iteration %s: %s"
         logger.log(comm.report_level, text, comm.rank, save.iteration, report)
         deadline = Deadline.after(ENDING * timeout_s)
@@ -233,6 +250,7 @@ def finish_save(started: Started, written: Callable[[], str], session_id: str) -
         return [
             started.rounds.sent_digests(),
             listing(*here, save.training_id, session_id, deadline),
+            compared(last, ends[0], on_unchanged),
         ]
 
     def give_names() -> None:
@@ -245,6 +263,8 @@ def finish_save(started: Started, written: Callable[[], str], session_id: str) -
 
     try:
         answers = run_and_gather(comm, describe)  # 2
+        repeats = [how for *_, how in answers]
+        has_trained = judged(ends[0].place, repeats, is_first=comm.rank == 0)
         run_collectively(comm, publish)  # 3
     except (PeerLostError, PeerTimeoutError):
         raise
@@ -252,8 +272,9 @@ def finish_save(started: Started, written: Callable[[], str], session_id: str) -
         started.rounds.threads.__exit__()
         _abandon(started.writers, directory, timeout_s)
         raise
-    listed = [files for _, files in answers]
-    return build_inventory(directory, started.nodes, listed, save.training_id)
+    listed = [files for _, files, _ in answers]
+    before = build_inventory(directory, started.nodes, listed, save.training_id)
+    return before, replace(ends[0], has_trained=has_trained)
 
 
 def _abandon(writers: Sequence[ShardWriter], directory: ShardDirectory, timeout_s: float) -> None:

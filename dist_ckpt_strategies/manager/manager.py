@@ -94,7 +94,8 @@ class TieredCheckpointManager(CheckpointReader):
                 "local and policy.local_every_steps: expected both or none, found "
                 f"{local!r} and {policy.local_every_steps!r}"
             )
-        timeout_s, lease_s = options.limits(options_from_environment().timeout_s)
+        known = options_from_environment().with_changes(on_unchanged=options.on_unchanged)
+        timeout_s, lease_s = options.limits(known.timeout_s)
         super().__init__(Root(root, timeout_s, lease_s), local, recovery, options, timeout_s)
         self.policy, self.read_only = policy, read_only
         self._saves = Saves(self._root, self._tiers, policy, options)

@@ -103,6 +103,7 @@ class ManagerOptions:
         allow: further classes that objects of the state may have.
         is_async: ``save`` returns while the state is written in the background; False: it waits.
         timeout_s: longest wait for a peer; by default that of the environment.
+        on_unchanged: see ``save``; of global saves. The local manager has its own.
         poll_every_steps: at multiples of this step number, one small gather finds out whether a
             signal has arrived, ``every_minutes`` have passed, or a save has ended. There is no
             gather if none of these is possible.
@@ -121,6 +122,7 @@ class ManagerOptions:
     allow: Allowed = ()
     is_async: bool = True
     timeout_s: float | None = None
+    on_unchanged: str | None = None
     poll_every_steps: int = 1
     preemption_signals: tuple[int, ...] = (signal.SIGTERM,)
     exit_code: int = 128 + signal.SIGTERM

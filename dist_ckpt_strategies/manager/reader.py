@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,12 @@ from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import NO_STEP, Attempt, Loaded, Tier
 from dist_ckpt_strategies.manager.latest import load_newest, load_step
 from dist_ckpt_strategies.manager.policy import ManagerOptions, whole_step
+from dist_ckpt_strategies.manager.resume import check_resume
 from dist_ckpt_strategies.manager.root import NAME, Root
 from dist_ckpt_strategies.manager.tiers import DiskTier, GlobalTier, LocalTier, State
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.strategies.compare_report import CompareReport
 from dist_ckpt_strategies.strategies.load import load
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ class CheckpointReader:
         recovery: manager of recovery from memory.
         options: of the manager.
         timeout_s: longest wait for a peer.
+
+    Attributes:
+        loaded: what was loaded last, without the state; None: nothing.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class CheckpointReader:
     ) -> None:
         self.root, self.local, self.recovery, self.options = str(root), local, recovery, options
         self._root, self._timeout_s = root, timeout_s
+        self.loaded: Loaded | None = None
         saving = {"sharded_strategy": options.strategy, "allow": options.allow}
+        saving |= {"on_unchanged": options.on_unchanged}
         self._tiers: dict[Tier, DiskTier] = {}  # of equal steps, the first is loaded
         if local is not None:
             local.bind(self.root)
@@ -149,6 +156,30 @@ class CheckpointReader:
             raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
         return self._load(comm, partial(load_step, step=step), state, arguments, step)
 
+    @raises_megatron_errors
+    def check_resume(self, get_state: State, *, ignore: Sequence[str] = ()) -> CompareReport | None:
+        """Compare the state with what was loaded last, once the training has taken it over.
+
+        Collective; call it before the first step, with the function that ``save`` is given. Rank 0
+        logs the report, as a warning if they differ. It finds a random state that was not restored,
+        a new optimizer, a scheduler at 0; see docs/right_state.md. A local checkpoint is read a
+        second time, to host memory.
+
+        Args:
+            get_state: the sharded state dict as it is now, or a function that returns it.
+            ignore: see ``dist_ckpt_strategies.compare``.
+
+        Returns:
+            The report; None if nothing was loaded from a disk.
+
+        Raises:
+            CheckpointError: as for ``dist_ckpt_strategies.compare``.
+        """
+        if self.loaded is None:
+            return None
+        how = tuple(ignore), self.options.allow, self._timeout_s
+        return check_resume(self.loaded, get_state, self.local, *how)
+
     def _comm(self) -> Communicator:
         return open_communicator(None, timeout_s=self._timeout_s, purpose="checkpoint manager")
 
@@ -178,7 +209,7 @@ class CheckpointReader:
         found = recovery.try_checkpointless_load(provider)
         if found is None:
             return None, (Attempt(Tier.MEMORY, NO_STEP, "memory", str(recovery.last_failure)),)
-        loaded = Loaded(Tier.MEMORY, found["global_step"], "memory", None)
+        loaded = self.loaded = Loaded(Tier.MEMORY, found["global_step"], "memory", None)
         self._report_load(comm, loaded, began)
         return loaded, ()
 
@@ -209,6 +240,7 @@ class CheckpointReader:
                 options.report(SaveMetrics(*what, kind="failure", reason=str(error)))
             raise
         loaded = replace(found, attempts=(*refused, *found.attempts))
+        self.loaded = replace(loaded, state=None)
         self._note_load(loaded)
         self._report_load(comm, loaded, began)
         return loaded

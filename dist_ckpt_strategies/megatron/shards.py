@@ -14,7 +14,11 @@ from megatron.core.dist_checkpointing.dict_utils import (
     merge,
     nested_values,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensorFactory,
+    apply_factory_merges,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import (
     extract_sharded_base,
@@ -64,6 +68,23 @@ def require_readable(values: Iterable[Any], kind: Any = ShardedTensor) -> None:
     for value in values:
         if isinstance(value, kind) and value.data is not None:
             require_plain(value.data, key=value.key)
+
+
+def padding_in(state: Any) -> Iterator[Any]:
+    """The ShardedTensors that Megatron-Core marks as padding: their elements mean nothing.
+
+    It makes them, uninitialised, between the parameters of a flat buffer.
+    """
+    if isinstance(state, dict):
+        mark = state.get("padding")
+        if isinstance(mark, LocalNonpersistentObject) and mark.unwrap() is True:
+            tensors = (value for value in state.values() if isinstance(value, ShardedTensor))
+            yield from (tensor for tensor in tensors if tensor.data is not None)
+            return
+        state = list(state.values())
+    if isinstance(state, list):
+        for value in state:
+            yield from padding_in(value)
 
 
 def is_main(value: Any) -> bool:
@@ -240,9 +261,12 @@ def split_for_save(
 ) -> tuple[StateDict, StateDict]:
     """What is sharded, with factories applied, and what every rank holds alike. Rank-local.
 
-    Values that are not persistent are in neither. Raises a PlanError if it is no dict.
+    Values that are not persistent are in neither. Padding becomes 0. Raises a PlanError if it is no
+    dict.
     """
     _require_divisible(state_dict)
+    for padding in padding_in(state_dict):  # else each save has other digests
+        padding.data.zero_()
     whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata

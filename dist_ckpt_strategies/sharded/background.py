@@ -167,7 +167,9 @@ def begin_in_background(
         return share.result()
 
     def finish() -> None:
-        kept.known = finish_save(begun, written, marker=marker, overwrite=overwrite)
+        last = None if kept.known is None else kept.known.last  # of a save that ended meanwhile
+        current = replace(begun, known=replace(begun.known, last=last))
+        kept.known = finish_save(current, written, marker=marker, overwrite=overwrite)
 
     name = (started.save_id, f"the end of the save to {started.store}")
     return LocalSaveRequest(comm, name, share, finish, options.timeout_s)

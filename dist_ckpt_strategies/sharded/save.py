@@ -47,6 +47,7 @@ from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_write import (
     PackRecord,
     Write,
+    Written,
     delete_files,
     file_of,
     write_packs,
@@ -59,6 +60,7 @@ from dist_ckpt_strategies.sharded.ledger import (
     proved,
     tell_first_rank,
 )
+from dist_ckpt_strategies.sharded.unchanged import LastSave, compared, described_save, judged
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, WORK, Deadline, run_within
 from dist_ckpt_strategies.storage.store import Bytes
@@ -114,6 +116,7 @@ class Known:
         description: what the first rank is told of them.
         session: of the ledger that has been told; empty: of none.
         ledger: on the first rank, what all have told.
+        last: the last save that was committed; None if it was not of packs.
     """
 
     ranks: tuple[int, ...]
@@ -122,6 +125,7 @@ class Known:
     description: Description
     session: str = ""
     ledger: Ledger | None = None
+    last: LastSave | None = None
 
 
 class SaveFormat(NamedTuple):
@@ -235,7 +239,7 @@ def start_save(
     return Started(comm, save_format, *what, *total, notes, comm.global_ranks[comm.rank], base)
 
 
-def write_share(started: Started) -> Sequence[PackRecord]:
+def write_share(started: Started) -> Sequence[Written]:
     """Write what this rank holds, durably; what ``finish_save`` waits for. Rank-local.
 
     Raises:
@@ -255,7 +259,7 @@ def require_space(started: Started) -> None:
 
 def write_contents(
     write: Write, layout: Layout, contents: Contents, options: Options
-) -> Sequence[PackRecord]:
+) -> Sequence[Written]:
     """Write what a rank holds, from its tensors: packs as by ``write_packs``. Rank-local.
 
     CUDA tensors and those that are not in C order are copied first, ``max_inflight_bytes`` at a
@@ -284,7 +288,7 @@ def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[
 
 def finish_save(
     started: Started,
-    written: Callable[[], Sequence[PackRecord]],
+    written: Callable[[], Sequence[Written]],
     *,
     marker: bytes | None,
     overwrite: bool = False,
@@ -304,20 +308,20 @@ def finish_save(
         ``known`` of the next save.
 
     Raises:
-        CoverageError, PlanError: the shards do not make up the arrays.
+        CoverageError, PlanError: the shards do not make up the arrays; or the save repeats the last
+            one, and ``on_unchanged`` says so.
         StorageError: a share could not be written, or the save not be committed.
         PeerError: the same, on another rank.
     """
     comm, store, known = started.comm, started.store, started.known
-    records: list[PackRecord] = []
+    packs, ends = list[Written](), list[LastSave]()
     ledgers: list[Ledger] = []
 
     def summarize() -> Message:
         if known.ledger is not None:
             ledgers.append(proved(known.ledger, comm.global_ranks))
-        records.extend(written())
-        stored = known.layout.objects, known.layout.common
-        return PackSummary(tuple(records), *stored).to_message() if records else None
+        packs.extend(written())
+        return _summary(started, packs, ends)
 
     def make_visible() -> Message:
         if comm.rank > 0:
@@ -328,6 +332,8 @@ def finish_save(
     may_be_visible = False
     try:
         summaries, may_be_visible = run_and_gather(comm, summarize, is_sparse=True), True  # 2
+        repeats = [how for _, how in filter(None, summaries)]
+        has_trained = judged(str(store), repeats, is_first=comm.rank == 0)
         limit = Deadline.after(ENDING * started.options.timeout_s)
         act = partial(run_within, limit, store, make_visible)
         failure, *_ = run_and_gather(comm, act, is_sparse=True)  # 3
@@ -335,13 +341,24 @@ def finish_save(
         # Where others, or a thread that was given up, may still commit: see prune --unfinished.
         unsure = (PeerTimeoutError, PeerLostError, *[StorageTimeoutError] * may_be_visible)
         if not isinstance(error, unsure):
-            started.format.discard(started, records, error)
+            started.format.discard(started, [record for record, _ in packs], error)
         raise
     if failure:
         run_on_first_rank(comm, lambda: _raise_uncopied(store, failure))
     figures = started.num_packs, started.nbytes, time.monotonic() - started.began
     logger.log(comm.report_level, _REPORT, started.rank, store, *figures)
-    return replace(known, ledger=next(iter(ledgers), None))
+    kept = [replace(end, has_trained=has_trained) for end in ends]
+    return replace(known, ledger=next(iter(ledgers), None), last=next(iter(kept), None))
+
+
+def _summary(started: Started, packs: Sequence[Written], ends: list[LastSave]) -> Message:
+    """What the others are told of this rank's packs; what is kept of them is put into ``ends``."""
+    if not packs:
+        return None
+    layout, last = started.known.layout, started.known.last
+    ends.append(described_save(started.store, layout, [digests for _, digests in packs]))
+    summary = PackSummary(tuple(record for record, _ in packs), layout.objects, layout.common)
+    return [summary.to_message(), compared(last, ends[0], started.options.on_unchanged)]
 
 
 def _raise_uncopied(store: Place, failure: Message) -> NoReturn:
@@ -399,7 +416,7 @@ def _commit_packs(
 ) -> StorageError | None:
     facts: dict[str, Any] = {"ranks": started.comm.size, "created": time.time()}
     facts |= {BASE: started.base} if started.base else {}
-    written = [PackSummary.from_message(message) for message in summaries if message]
+    written = [PackSummary.from_message(summary) for summary, _ in filter(None, summaries)]
     common = started.contents.common if started.contents.copies_common else None
     segments = ledger.segments or ()
     save = NewSave(started.save_id, segments, written, facts, common, marker)
@@ -430,5 +447,5 @@ def _laid_out(
     )
     description = described(layout, contents.copies, contents.object_copies)
     session = known.session if known is not None and known.description == description else ""
-    ledger = None if known is None else known.ledger
-    return Known(comm.global_ranks, key, layout, description, session, ledger)
+    ledger, last = (None, None) if known is None else (known.ledger, known.last)
+    return Known(comm.global_ranks, key, layout, description, session, ledger, last)

@@ -107,11 +107,13 @@ def replace_functions(
     options: Options | None,
     save_by: Callable[..., Any],
     load_by: Callable[..., Any],
+    further: Callable[[], Mapping[Any, Any]] = dict,
 ) -> None:
     """Install as ``install`` does, with other functions for what is of this package's formats.
 
     ``save_by`` is called in place of ``save``. ``load_by`` is called with ``load``, or with
-    Megatron-Core's for what that loads, and with the arguments for it.
+    Megatron-Core's for what that loads, and with the arguments for it. ``further`` gives other
+    functions that are replaced, once those of an earlier call are in place again.
     """
     chosen = options or options_from_environment()
     saver: Any = None
@@ -131,6 +133,7 @@ def replace_functions(
         if theirs is not None and theirs not in replaced:
             replaced[theirs] = _in_place_of(theirs, partial(ours, ways, theirs))
     uninstall()  # nothing is refused from here on
+    replaced |= further()
     undo: _Undo = (replaced, registered_formats())
     for function in replaced.values():
         setattr(function, _UNDO, undo)

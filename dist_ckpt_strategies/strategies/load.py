@@ -188,7 +188,8 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
-    opened = open_call(action, sharded_strategy, detail, timeout_s, allow, process_group)
+    changes = {"timeout_s": timeout_s}
+    opened = open_call(action, sharded_strategy, detail, changes, allow, process_group)
     what = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
     digests = Verify.READ if verify_integrity else verify
     how = validate_access_integrity, strict, digests, strict_dtype, timeout_s, process_group, base

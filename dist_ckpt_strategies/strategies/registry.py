@@ -299,26 +299,28 @@ def open_call(
     action: StrategyAction,
     choice: StrategyChoice,
     detail: str,
-    timeout_s: float | None,
+    changes: Mapping[str, Any],
     allow: Allowed,
     process_group: ProcessGroup | None = None,
 ) -> Call:
     """The strategy of a save or load, and what it is carried out with. Rank-local; raises nothing.
 
-    Ranks and options are those of the strategy, where it is one of this package.
+    Ranks and options are those of the strategy, where it is one of this package, with ``changes``
+    of options; None leaves one as it is.
     """
     options, group, strategy, base, invalid = None, None, None, None, None
-    purpose = action.value.partition("_")[0]
+    purpose, timeout_s = action.value.partition("_")[0], changes["timeout_s"]
     try:
         if purpose == "save":
             _require_process_group()
-        options = options_from_environment()  # reported if invalid, whatever the strategy's are
+        # Reported if invalid, whatever the strategy's are.
+        options = options_from_environment().with_changes(**changes)
         with allowing(allow):  # refuses what cannot be allowed
             strategy = resolve(action, choice, PACKS.sharded_format, timeout_s, process_group)
         base = inner_strategy(strategy)
         if isinstance(base, Configured):
             options, group = base.options, base.group
-        options = options.with_changes(timeout_s=timeout_s)
+        options = options.with_changes(**changes)
     except Exception as error:  # noqa: BLE001 - raised in the first collective
         invalid = error
     options, group = options or Options(), process_group or group

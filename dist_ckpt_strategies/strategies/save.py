@@ -21,7 +21,7 @@ from dist_ckpt_strategies.comm.base import (
     run_collectively,
     run_on_first_rank,
 )
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import OnUnchanged, Options
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.commit import commit_staged, require_unfinished, staging_of
 from dist_ckpt_strategies.formats.locations import PACKS, CheckpointMarker, located, require_path
@@ -78,7 +78,7 @@ class _Save:
     verify: bool
     overwrite: bool
     allow: Allowed
-    trained: Mapping[str, Any]
+    changes: Mapping[str, Any]
 
 
 @raises_megatron_errors
@@ -99,6 +99,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     timeout_s: float | None = None,
     base: str | Path | None = None,
     only: str | Callable[[str], bool] | None = None,
+    on_unchanged: str | None = None,
 ) -> LocalSaveRequest | None:
     """Save a checkpoint, which becomes visible when it is complete and durable.
 
@@ -127,22 +128,26 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         base: the checkpoint that has the rest of the model, of which ``load`` takes what this one
             lacks; see Options.
         only: which keys are saved, a glob or a function; see Options.
+        on_unchanged: ``"warn"``, ``"raise"`` or ``"ignore"``, if ("safetensors", 1) stores weights
+            or moments of an optimizer again that the strategy's last save has stored, of another
+            step; by default as the strategy's options say, ``"warn"``.
 
     Raises:
         CheckpointExistsError: the directory holds a finished checkpoint, or other arrays.
-        PlanError: the main replicas do not make up the arrays.
+        PlanError: the main replicas do not make up the arrays; or ``on_unchanged`` says so.
         UnsafeObjectError: an object needs a class that ``load`` would refuse.
         StorageError: writing failed on this rank.
         PeerError: another rank failed; also of that rank's class. It names rank, key and file.
         StrategyError: there is no such strategy, or it cannot do what is asked for.
     """
     action, detail = StrategyAction.SAVE_SHARDED, f"to {checkpoint_dir}"
-    opened = open_call(action, sharded_strategy, detail, timeout_s, allow)
+    trained = {"base": base and os.fspath(base), "only": only}
+    changes = {"timeout_s": timeout_s, "on_unchanged": on_unchanged, **trained}
+    opened = open_call(action, sharded_strategy, detail, changes, allow)
     what = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
     common = preprocess_common_before_consistancy_check, content_metadata
-    trained = {"base": base and os.fspath(base), "only": only}
-    how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow, trained
-    call = _Save(*(*opened, *what), *how)
+    how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow
+    call = _Save(*(*opened, *what), *how, changes)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         if isinstance(call.base, OwnSaveShardedStrategy):
             return _save_own(call)
@@ -166,6 +171,7 @@ def save_async(  # noqa: PLR0913 - those of save
     timeout_s: float | None = None,
     base: str | Path | None = None,
     only: str | Callable[[str], bool] | None = None,
+    on_unchanged: str | None = None,
 ) -> SaveHandle:
     """Save a checkpoint in the background; blocks for the copy to host memory only.
 
@@ -198,6 +204,7 @@ def save_async(  # noqa: PLR0913 - those of save
         timeout_s=timeout_s,
         base=base,
         only=only,
+        on_unchanged=on_unchanged,
     )
     assert request is not None  # noqa: S101 - an asynchronous save returns one
     return request
@@ -205,8 +212,7 @@ def save_async(  # noqa: PLR0913 - those of save
 
 def _save_own(call: _Save) -> LocalSaveRequest | None:
     """Save by a strategy of this package; begin to, and return the request. Collective."""
-    strategy = call.base.with_options(timeout_s=call.options.timeout_s, **call.trained)
-    comm = call.comm
+    comm, strategy = call.comm, call.base.with_options(**call.changes)
     split: list[tuple[StateDict, StateDict]] = []
     compared: list[StateDict | None] = []
 
@@ -255,9 +261,13 @@ def _suitable_saver(call: _Save) -> Any:
             "verify_integrity: only format ('safetensors', 1) has digests; save that, or do without"
             f" verify_integrity, in Megatron-LM --verify-integrity, with {stored}"
         )
-    if any(call.trained.values()) and not is_own:
+    if (call.changes["base"] or call.changes["only"]) and not is_own:
         raise StrategyError(
             f"base, only: format ('safetensors', 1) alone holds a part of a model, found {stored}"
+        )
+    if call.changes["on_unchanged"] == OnUnchanged.RAISE and stored != PACKS.sharded_format:
+        raise StrategyError(
+            f"on_unchanged: only saves of ('safetensors', 1) are compared, found {stored}"
         )
     if call.is_async and not is_own:
         raise StrategyError(

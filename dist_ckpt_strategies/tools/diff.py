@@ -30,7 +30,7 @@ from dist_ckpt_strategies.tools.writers import Memory, bytes_of
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
 
-_MAX_PLACES = 100
+MAX_PLACES = 100
 _LARGE_INTEGER_NBYTES = 8
 
 
@@ -252,8 +252,8 @@ class _Comparison:
             num_threads=self._options.threads,
             watch=watch,
         )
-        own = list(_merged(chain.from_iterable(results.values())))
-        return _merged(chain.from_iterable(self._ranks.gather(lambda: own)))
+        own = list(merged(chain.from_iterable(results.values())))
+        return merged(chain.from_iterable(self._ranks.gather(lambda: own)))
 
     def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
         """How a region differs."""
@@ -266,9 +266,9 @@ class _Comparison:
             count(mine.nbytes)
             if a or b:
                 differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
-            elif not _is_equal(mine, theirs):
-                differences.append(_difference(one.key, block, mine, theirs))
-        return list(_merged(differences))
+            elif not is_equal(mine, theirs):
+                differences.append(element_difference(one.key, block, mine, theirs))
+        return list(merged(differences))
 
     def _objects(self, is_upgraded: bool) -> Iterator[ObjectDifference]:  # noqa: FBT001
         mine, theirs = set(self._a.object_ids), set(self._b.object_ids)
@@ -306,7 +306,7 @@ class _Comparison:
                     else stored
                 )
                 values.append(load_content(content, path, key, allow))
-            for place in islice(differing_places(*values), _MAX_PLACES):
+            for place in islice(differing_places(*values), MAX_PLACES):
                 yield ObjectDifference(key, Difference.VALUES, *place)
 
 
@@ -314,14 +314,15 @@ def _same(one: Digests | None, other: Digests | None) -> bool:
     return one is not None and other is not None and np.array_equal(one, other)
 
 
-def _is_equal(one: HostArray, other: HostArray) -> bool:
+def is_equal(one: HostArray, other: HostArray) -> bool:
+    """Whether the elements of two arrays of one shape and dtype are the same, bit for bit."""
     mine, theirs = bytes_of(one), bytes_of(other)
     if mine.size % 8 == 0:
         mine, theirs = mine.view(np.uint64), theirs.view(np.uint64)
     return np.array_equal(mine, theirs)
 
 
-def _merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
+def merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
     """One for each array and kind, out of the differences of its regions."""
     merged: dict[tuple[str, str], ArrayDifference] = {}
     for other in found:
@@ -353,7 +354,9 @@ def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
     return None
 
 
-def _difference(key: str, block: Region, one: HostArray, other: HostArray) -> ArrayDifference:
+def element_difference(
+    key: str, block: Region, one: HostArray, other: HostArray
+) -> ArrayDifference:
     """How the elements of a block differ, of which at least one does."""
     is_other = (bytes_of(one) != bytes_of(other)).reshape(one.size, -1).any(axis=1)
     places = np.flatnonzero(is_other)

@@ -56,7 +56,9 @@ def _write(
 ) -> PackRecord:
     name, store = new_pack_name(), place_of(target.root)
     target.written.append(file_of(name))
-    return write_pack(store, name, pack, contents, save_id=target.save_id, rank=0, digests=digests)
+    save_id = target.save_id
+    record, _ = write_pack(store, name, pack, contents, save_id=save_id, rank=0, digests=digests)
+    return record
 
 
 def _batches(target: Target, task: FileTask, read: Read) -> Iterator[list[Bytes]]:

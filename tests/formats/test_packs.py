@@ -91,7 +91,7 @@ class Written:
     def write(self, pack: PackLayout, number: int) -> PackRecord:
         batches = [[self.contents[n]] for n in pack.sources if n >= 0]
         name = f"{number:016x}"
-        return write_pack(self.place, name, pack, batches, save_id="s", rank=3, num_packs=7)
+        return write_pack(self.place, name, pack, batches, save_id="s", rank=3, num_packs=7)[0]
 
     def read_all(self, boxes: dict[ShardId, Region] | None = None, *, verify: bool = True) -> None:
         """Read all blocks, or boxes of them, and compare them with what was written."""

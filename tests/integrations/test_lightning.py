@@ -163,6 +163,34 @@ def test_a_manager_of_all_tiers_asks_memory_first(tmp_path: Path) -> None:
     assert notes(tmp_path / "faults", "start") == {(0, 0, None), (0, 3, 3), (0, 6, 6)}
 
 
+Callback: Any = pl.Callback
+
+
+class Forgetting(Callback):  # type: ignore[misc]
+    """Goes on with an optimizer that is made anew, and with another rate."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.optimizers = [pl_module.configure_optimizers()["optimizer"]]
+        trainer.optimizers[0].param_groups[0]["lr"] = 7.0
+
+
+def test_the_first_resume_is_compared_with_its_checkpoint(tmp_path: Path) -> None:
+    def report(num_steps: int, *others: Any) -> Any:
+        manager = TieredCheckpointManager(tmp_path / "run", policy=SavePolicy(every_steps=2))
+        callback = TieredCheckpointCallback(manager)
+        steps: Any = {"max_steps": num_steps, "max_epochs": -1, "devices": 1}
+        data = loader(32, shuffle=True)
+        fit(Model(tmp_path / "lines"), tmp_path, data, callbacks=[*others, callback], **steps)
+        return callback.report
+
+    assert report(5) is None
+    assert (honest := report(9)).is_equal, str(honest)
+    found = report(10, Forgetting())
+    assert any("exp_avg" in one.key for one in found.arrays), str(found)
+    assert all("/optimizer/" in one.key for one in found.arrays), str(found)
+    assert any("'lr'" in one.where for one in found.objects), str(found)
+
+
 class Trainer:
     """What callbacks look at before anything runs."""
 

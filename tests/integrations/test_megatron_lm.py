@@ -4,12 +4,15 @@
 core_v0.16.1's makes, with the same arguments, and with those that the main branch adds.
 """
 
+import logging
 import sys
 from argparse import Namespace
 from functools import partial
 from importlib import import_module
 from itertools import product
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +30,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
-from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies import (
+    ManagerOptions,
+    SaveMetrics,
+    SavePolicy,
+    TieredCheckpointManager,
+)
+from dist_ckpt_strategies import save as save_now
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -159,6 +168,86 @@ def use_format_1(_: int, scratch: Path) -> None:
         load_checkpoint(module, one, verify_integrity=True)
     for is_shared, strict in product((False, True), ("return_all", "return_unexpected")):
         assert load_checkpoint(module, one, is_shared=is_shared, strict=strict) == 5.0
+
+
+class Trained:
+    """What Megatron-LM's checkpointing.py reads and sets, and calls that it makes of itself."""
+
+    def __init__(self, module: Any, root: Path) -> None:
+        self.module, self.root, self.forgets = module, root, ""
+        self.weight, self.moments = torch.zeros(8, 4), torch.zeros(8, 4)
+        self.random, self.num_steps = torch.zeros(4), 0
+        module.get_rng_state = self.get_rng_state
+        module.generate_state_dict = self.generate_state_dict
+        module.load_checkpoint = self.load_checkpoint
+
+    def get_rng_state(self, ckpt_format: str) -> Any:
+        return ShardedObject("rng", self.random, (2,), (dist.get_rank(),))
+
+    def generate_state_dict(
+        self, args: Any, rng_state: Any, iteration: Any = None, optim_sd_kwargs: Any = None
+    ) -> dict[str, Any]:
+        is_loading = (optim_sd_kwargs or {}).get("is_loading", False)
+        moments = torch.empty(8, 4) if is_loading else self.moments  # loaded by copy
+        rows = {"w": self.weight, "optimizer.state.exp_avg.w": moments}
+        where = (0, dist.get_rank(), 2)
+        shards = {key: ShardedTensor.from_rank_offsets(key, t, where) for key, t in rows.items()}
+        common = {"args": args, "opt_param_scheduler": {"num_steps": self.num_steps}}
+        return {**common, "shards": shards, "rng_state": rng_state}
+
+    def load_checkpoint(self, load_arg: str = "load") -> int:
+        args, rng = Namespace(load=load_arg), self.module.get_rng_state("torch_dist")
+        kwargs = {"is_loading": True, "metadata": {}}
+        wanted = self.module.generate_state_dict(args, rng_state=rng, optim_sd_kwargs=kwargs)
+        found = self.module.dist_checkpointing.load(wanted, str(self.root))
+        if self.forgets != "optimizer":
+            self.moments = found["shards"]["optimizer.state.exp_avg.w"].clone()
+        if self.forgets != "scheduler":
+            self.num_steps = found["opt_param_scheduler"]["num_steps"]
+        if self.forgets != "random" or dist.get_rank() == 0:
+            self.random = found["rng_state"]
+        return int(found["iteration"])
+
+
+def check_the_first_resume(rank: int, scratch: Path) -> None:
+    root = scratch / "iter_0000009"
+    logger = logging.getLogger("dist_ckpt_strategies.integrations.megatron_lm_resume")
+    logger.setLevel(logging.INFO)
+    lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    logger.addHandler(QueueHandler(lines))
+    module = checkpointing()
+    saved = Trained(module, root)
+    saved.weight, saved.moments = torch.full((8, 4), 2.0), torch.full((8, 4), 3.0 + rank)
+    saved.random, saved.num_steps = torch.arange(4.0), 9
+    state = saved.generate_state_dict(Namespace(load="none"), saved.get_rng_state(""))
+    save_now(state | {"iteration": 9}, root)
+    for forgets in ("", "optimizer", "scheduler", "random", "unchecked"):
+        trained = Trained(module, root)
+        trained.forgets = forgets
+        makers = module.get_rng_state, module.generate_state_dict
+        megatron_lm.install(check_resume=forgets != "unchecked")
+        for _ in range(2):
+            assert module.load_checkpoint() == 9
+        assert (module.get_rng_state, module.generate_state_dict) == makers
+        found = [lines.get() for _ in range(lines.qsize())]
+        if rank or forgets == "unchecked":
+            continue
+        (record,) = found  # of the first load alone
+        levels = logging.WARNING if forgets else logging.INFO
+        assert record.levelno == levels, record.getMessage()
+        key = {
+            "": "the state is that of",
+            "optimizer": "  optimizer.state.exp_avg.w: 64 elements differ",
+            "scheduler": "  common.pt['opt_param_scheduler']['num_steps']: 9 in the checkpoint, 0",
+            "random": "  rng/shard_1_2: ",
+        }[forgets]
+        assert key in record.getMessage(), record.getMessage()
+        assert record.getMessage().count("\n") == bool(forgets), record.getMessage()
+
+
+@pytest.mark.multiprocess
+def test_the_first_resume_is_compared_with_its_checkpoint(tmp_path: Path) -> None:
+    done_by(NUM_RANKS, check_the_first_resume, tmp_path)
 
 
 def damage(root: Path, key: str) -> None:
