@@ -64,7 +64,7 @@ NONSENSE = {
     options_from_environment: [
         (f"DIST_CKPT_{one.name.upper()}", value)
         for one in fields(Options)
-        if one.name != "store"
+        if one.name not in {"store", "base", "only"}  # any text is a place, or a glob
         for value in ("many", "1 000", "0x10", "-1", "-0", "nan", "inf")
     ],
     store_options_from_environment: [
