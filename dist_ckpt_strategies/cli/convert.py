@@ -124,9 +124,9 @@ def _print_diff(a: str, b: str, report: DiffReport) -> None:
 def _array_line(found: ArrayDifference) -> str:
     if found.difference is not Difference.VALUES:
         return _line(found.key, found)
-    index = f"[{', '.join(map(str, found.index or ()))}]"
+    index, at = (f"[{', '.join(map(str, i or ()))}]" for i in (found.index, found.max_index))
     limit = found.max_abs_difference
-    largest = "not a number" if limit is None else f"{limit:g}"
+    largest = "not a number" if limit is None else f"{limit:g} at {at}"
     verb = "differs" if found.num_differing == 1 else "differ"
     return (
         f"{found.key}: {counted(found.num_differing, 'element')} {verb}, the first at {index}: "

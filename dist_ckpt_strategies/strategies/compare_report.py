@@ -133,8 +133,8 @@ def report_of(
     arrays, objects = list(missing.arrays), {(o.key, o.where): o for o in missing.objects}
     ranks: dict[str, list[int]] = {}
     for rank, (rows, places, *_) in zip(global_ranks, answers, strict=True):
-        for key, what, a, b, index, *rest in rows:
-            found = index and tuple(index), *rest
+        for key, what, a, b, index, num, largest, where in rows:
+            found = index and tuple(index), num, largest, where and tuple(where)
             arrays.append(ArrayDifference(key, Difference(what), a, b, *found))
         for key, what, where, a, b in places:
             objects.setdefault((key, where), ObjectDifference(key, Difference(what), where, a, b))

@@ -58,6 +58,7 @@ class ArrayDifference:
         index: of the first element that differs, in C order.
         num_differing: elements that differ in a bit.
         max_abs_difference: of the elements that differ; None where all of those are NaN in one.
+        max_index: of the element that differs so much.
     """
 
     key: str
@@ -67,6 +68,7 @@ class ArrayDifference:
     index: Shape | None = None
     num_differing: int = 0
     max_abs_difference: float | None = None
+    max_index: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def diff(  # noqa: PLR0913
     b: str | Path,
     *,
     keys: str | None = None,
+    values: bool = False,
     allow: Allowed = (),
     options: ConvertOptions | None = None,
     watch: Watch | None = None,
@@ -139,6 +142,7 @@ def diff(  # noqa: PLR0913
         a: a finished checkpoint: what ``dist_ckpt_strategies.open`` reads.
         b: another one.
         keys: compare only arrays whose keys match this glob, and no objects.
+        values: compare arrays of different dtypes too, by what their elements are as numbers.
         allow: further classes that objects and the common state may be unpickled to.
         options: memory and threads of each process.
         watch: called from time to time with the bytes of one side, done and in total.
@@ -151,7 +155,7 @@ def diff(  # noqa: PLR0913
     """
     ranks, chosen = Ranks(comm), options or ConvertOptions()
     opened = ranks.run(lambda: [chosen.open(name, allow) for name in (a, b)])
-    return _Comparison(ranks, chosen, *opened).run(keys, watch)
+    return _Comparison(ranks, chosen, *opened).run(keys, watch, with_dtypes=values)
 
 
 Pair = tuple[ArraySpec, ArraySpec]
@@ -167,13 +171,17 @@ class _Comparison:
         self._ranks, self._options, self._a, self._b = ranks, options, a, b
         self._memory = Memory()
 
-    def run(self, keys: str | None, watch: Watch | None) -> DiffReport:
+    def run(self, keys: str | None, watch: Watch | None, *, with_dtypes: bool) -> DiffReport:
         """Compare the keys, then the elements, then the objects. Collective."""
         pairs, differences, num_renamed = self._ranks.run(
             lambda: self._unchanged(lambda: self._paired(keys))
         )
         misfits = [_misfit(*pair) for pair in pairs]
-        same = [pair for pair, misfit in zip(pairs, misfits, strict=True) if misfit is None]
+        same = [
+            pair
+            for pair, misfit in zip(pairs, misfits, strict=True)
+            if misfit is None or (with_dtypes and misfit.difference is Difference.DTYPE)
+        ]
         differences += filter(None, misfits)
         differences += self._compared(same, watch)
         differences.sort(key=lambda difference: (difference.key, difference.difference))
@@ -242,7 +250,8 @@ class _Comparison:
                 for one, other in pairs
                 if one.nbytes
                 for region in one.regions()
-                if not _same(mine.get((one.key, region)), theirs.get((other.key, region)))
+                if one.dtype is not other.dtype
+                or not _same(mine.get((one.key, region)), theirs.get((other.key, region)))
             ]
 
         results = self._ranks.share(
@@ -258,16 +267,20 @@ class _Comparison:
     def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
         """How a region differs."""
         (one, other), differences = pair, []
-        for block in blocks(region, one.dtype.itemsize, self._options.block_nbytes):
+        itemsize = one.dtype.itemsize
+        if one.dtype is not other.dtype:  # compared in larger ones
+            itemsize = 4 * max(itemsize, other.dtype.itemsize)
+        for block in blocks(region, itemsize, self._options.block_nbytes):
             mine = self._memory.array(block.shape, one.dtype, "a")
-            theirs = self._memory.array(block.shape, one.dtype, "b")
+            theirs = self._memory.array(block.shape, other.dtype, "b")
             _, a = tried(partial(self._a.read_into, ArrayRead(one, block, mine)))
             _, b = tried(partial(self._b.read_into, ArrayRead(other, block, theirs)))
             count(mine.nbytes)
             if a or b:
                 differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
-            elif not is_equal(mine, theirs):
-                differences.append(element_difference(one.key, block, mine, theirs))
+            elif one.dtype is not other.dtype or not is_equal(mine, theirs):
+                found = element_difference(one.key, block, mine, theirs)
+                differences += [found] if found.num_differing else []
         return list(merged(differences))
 
     def _objects(self, is_upgraded: bool) -> Iterator[ObjectDifference]:  # noqa: FBT001
@@ -329,11 +342,12 @@ def merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
         place = other.key, other.difference
         one = merged.setdefault(place, other)
         if one is not other:
-            largest = (one.max_abs_difference, other.max_abs_difference)
+            by_size = sorted((one, other), key=lambda found: found.max_abs_difference or -1.0)
             merged[place] = replace(
                 min(one, other, key=lambda found: found.index or ()),
                 num_differing=one.num_differing + other.num_differing,
-                max_abs_difference=max((n for n in largest if n is not None), default=None),
+                max_abs_difference=by_size[1].max_abs_difference,
+                max_index=by_size[1].max_index,
             )
     return merged.values()
 
@@ -357,17 +371,32 @@ def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
 def element_difference(
     key: str, block: Region, one: HostArray, other: HostArray
 ) -> ArrayDifference:
-    """How the elements of a block differ, of which at least one does."""
-    is_other = (bytes_of(one) != bytes_of(other)).reshape(one.size, -1).any(axis=1)
+    """How the elements of a block differ: of one dtype in a bit, of two as numbers."""
+    kinds, sizes = {one.dtype.kind, other.dtype.kind}, {one.dtype.itemsize, other.dtype.itemsize}
+    is_wide = kinds <= {*"iu"} and _LARGE_INTEGER_NBYTES in sizes
+    wide: Any = np.complex128 if "c" in kinds else np.longdouble if is_wide else np.float64
+    if one.dtype == other.dtype:
+        is_other = (bytes_of(one) != bytes_of(other)).reshape(one.size, -1).any(axis=1)
+    else:
+        own, others = one.reshape(-1).astype(wide), other.reshape(-1).astype(wide)
+        is_other = (own != others) & ~(np.isnan(own) & np.isnan(others))
     places = np.flatnonzero(is_other)
+    if not places.size:
+        return ArrayDifference(key, Difference.VALUES, "", "")
     own, others = one.reshape(-1)[places], other.reshape(-1)[places]
-    at = np.unravel_index(places[0], block.shape) if block.shape else ()
-    index = tuple(int(o + p) for o, p in zip(block.offset, at, strict=True))
-    is_wide = one.dtype.kind in "iu" and one.dtype.itemsize == _LARGE_INTEGER_NBYTES
-    wide: Any = np.complex128 if one.dtype.kind == "c" else np.longdouble if is_wide else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(own.astype(wide) - others.astype(wide))
-    numbers = apart[~np.isnan(apart)]
-    largest = float(numbers.max()) if numbers.size else None
-    texts = str(own[0]), str(others[0])
-    return ArrayDifference(key, Difference.VALUES, *texts, index, int(places.size), largest)
+    largest, where = None, None
+    if not np.isnan(apart).all():
+        at = int(np.nanargmax(apart))
+        largest, where = float(apart[at]), _index(block, places[at])
+    first = _index(block, places[0]), int(places.size)
+    return ArrayDifference(
+        key, Difference.VALUES, str(own[0]), str(others[0]), *first, largest, where
+    )
+
+
+def _index(block: Region, place: int) -> Shape:
+    """Indices in an array of an element of a block, counted in C order."""
+    at = np.unravel_index(place, block.shape) if block.shape else ()
+    return tuple(int(o + p) for o, p in zip(block.offset, at, strict=True))

@@ -148,4 +148,38 @@ def test_values_are_compared_to_the_bit_and_measured(
 
     assert (found["index"], found["num_differing"]) == (first, num_differing)
     assert found["max_abs_difference"] == largest
+    assert (found["max_index"] is None) == (largest is None)
     assert (found["a"], found["b"]) == (str(one[first[0]]), str(two[first[0]]))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        (np.arange(10.0), np.arange(10, dtype=np.float32), None),
+        (
+            np.array([[1.0, 2.0, 3.0], [math.nan, 7.0, 6.0]]),
+            np.array([[1, 5, 3], [4, 6, 60]], np.int32),
+            ([0, 1], 4, 54.0, [1, 2]),
+        ),
+        (np.array([0]), np.array([0.0]), None),
+        (np.array([LARGE + 1]), np.array([1], np.int32), ([0], 1, float(LARGE), [0])),
+    ],
+    ids=["equal", "numbers", "same bits", "large"],
+)
+def test_arrays_of_different_dtypes_are_compared_as_numbers_if_asked(
+    tmp_path: Path, one: Any, two: Any, expected: Any
+) -> None:
+    for name, values in (("one", one), ("two", two)):
+        write_array(tmp_path / name, values, key="v", chunk=(2,) * values.ndim)
+        write_marker(tmp_path / name, "zarr")
+    places = (tmp_path / "one", tmp_path / "two", "--keys", "v")
+
+    (dtypes,) = json_of("diff", *places, code=1)["arrays"]
+    found = json_of("diff", *places, "--values", code=1)["arrays"]
+
+    assert (dtypes["difference"], found[0]["difference"]) == ("dtype", "dtype")
+    assert len(found) == 1 + (expected is not None)
+    names = "index", "num_differing", "max_abs_difference", "max_index"
+    for values in found[1:]:
+        assert tuple(values[name] for name in names) == expected
+        assert f"{expected[2]:g} at {expected[3]}" in run("diff", *places, "--values").stdout

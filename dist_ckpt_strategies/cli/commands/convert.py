@@ -128,6 +128,10 @@ def diff(
         str | None,
         value(metavar="GLOB", help="Compare only arrays whose keys match, and no objects."),
     ] = None,
+    values: Annotated[
+        bool,
+        flag("--values", help="Compare arrays of different dtypes too, as numbers."),
+    ] = False,
     memory: Memory = None,
     nproc: Nproc = None,
     as_json: Json = False,
@@ -135,13 +139,13 @@ def diff(
 ) -> int:
     """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
 
-    For each array that differs it shows the first such element, their number, and the largest
-    absolute difference. Equal means equal to the bit. Blocks of packs are compared by their
+    For each array that differs it shows the first such element, their number, the largest absolute
+    difference, and where it is. Equal means equal to the bit. Blocks of packs are compared by their
     digests, and read if these differ. Damage is a difference too. After upgrade, arrays are
     compared under both names.
     """
     prepare(a, b)
     from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
 
-    arguments = {"a": a, "b": b, "keys": keys, "memory": memory}
+    arguments = {"a": a, "b": b, "keys": keys, "values": values, "memory": memory}
     return diff_checkpoints(arguments, nproc, as_json=as_json)
