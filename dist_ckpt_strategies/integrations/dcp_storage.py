@@ -38,6 +38,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     PlanError,
 )
+from dist_ckpt_strategies.formats.base import layers
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, load_content
 from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
@@ -212,7 +213,8 @@ def _metadata(opened: OpenedCheckpoint) -> Metadata:
         properties = TensorProperties(torch_dtype(spec.dtype))
         content[key] = TensorStorageMetadata(properties, size, [chunk])
     if isinstance(stored, PackCheckpoint):
-        known = stored.index.facts.get(PATHS, {})
+        for one in layers(stored):
+            known = one.index.facts.get(PATHS, {}) | known
     return Metadata(content, {key: tuple(known.get(key, (key,))) for key in content})
 
 

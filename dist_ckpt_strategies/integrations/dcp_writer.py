@@ -106,7 +106,8 @@ class PackStorageWriter(Placed, StorageWriter):
         if is_coordinator and not self._overwrite:
             run_within(deadline, root, lambda: require_unfinished(root))
         if is_coordinator:
-            self._base = run_within(deadline, root, lambda: base_to_name(self._options))
+            place = place_of(root)
+            self._base = run_within(deadline, root, lambda: base_to_name(self._options, place))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is: what it held would be lost where DCP caches plans."""

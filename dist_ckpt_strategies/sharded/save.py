@@ -214,7 +214,7 @@ def start_save(
         if comm.rank == 0:
             deadline = Deadline.after(OPENING * options.timeout_s)
             save_id = run_within(deadline, store, lambda: new_save_id(store))
-            base = run_within(deadline, store, lambda: base_to_name(options))
+            base = run_within(deadline, store, lambda: base_to_name(options, store))
             if base is not None and save_format is not PACKS:
                 raise PlanError(f"base: expected format {PACKS.name}, found {save_format.name}")
         num_packs, main, copies, digest = mine.description

@@ -26,13 +26,13 @@ from dist_ckpt_strategies.formats.pack import RANGE_NBYTES, Digests, Layout, num
 
 logger = logging.getLogger(__name__)
 
-_SEPARATORS = re.compile(r"[^a-z0-9_]+")
+_SEPARATORS, _NO_LETTERS = re.compile(r"[^a-z0-9_]+"), re.compile(r"[^a-z]+")
 
 _OF_OPTIMIZERS = ("optim", "exp_avg", "max_exp_avg", "momentum_buffer", "square_avg")
 """Begin words in keys of what an optimizer keeps for a weight."""
 
 _OTHERS = frozenset(
-    {"step", "lr", "ema", "running_mean", "running_var", "fp32_param", "param", "param_groups"}
+    {"step", "lr", "running_mean", "running_var", "fp32_param", "param", "param_groups"}
 )
 """Words in keys of arrays with rules of their own: counters, averages, second copies of weights."""
 
@@ -89,7 +89,8 @@ def _kinds(table: BlockTable) -> Column:
 
 def _kind(key: str, facts: ArrayFacts) -> _Kind:
     words = _SEPARATORS.split(key.lower())
-    if prod(facts.shape) <= 1 or not _OTHERS.isdisjoint(words):
+    is_average = "ema" in _NO_LETTERS.split(key.lower())  # ema_model, model_ema
+    if prod(facts.shape) <= 1 or is_average or not _OTHERS.isdisjoint(words):
         return _Kind.OTHER
     if any(word.startswith(_OF_OPTIMIZERS) for word in words):
         return _Kind.MOMENT
@@ -179,7 +180,7 @@ def _repeated(place: str, before: str, weights: _Sum, moments: _Sum, *, has_trai
     elif moments.is_still:
         why = "no update was applied since, or an old copy of the state is saved"
     elif weights.is_still and has_trained:
-        why = "weights changed before: an old copy of them is saved, or the learning rate is 0"
+        why = "weights changed before: an old copy of them is saved, or the learning rate is low"
     else:
         return ""
     nbytes, key = max(weights.largest, moments.largest)
@@ -191,12 +192,13 @@ def _repeated(place: str, before: str, weights: _Sum, moments: _Sum, *, has_trai
 
 
 def _is_another_step(before: str, place: str, *, has_changed: bool) -> bool:
-    """Whether places are of different steps, by their last numbers.
+    """Whether places are of different steps: by numbers, where they differ in nothing else.
 
-    Where a name has none, by whether objects or the common state have changed.
+    Where they do, as ``iter_20`` and ``final``, or a name has none, by whether objects or the
+    common state have changed.
     """
     one, other = (re.findall(r"\d+", text)[-1:] for text in (before, place))
-    if one != other:
-        return True
-    is_numbered = any(char.isdecimal() for char in place.rpartition("/")[2])
-    return has_changed and not is_numbered
+    if one == other:
+        is_numbered = any(char.isdecimal() for char in place.rpartition("/")[2])
+        return has_changed and not is_numbered
+    return has_changed or re.sub(r"\d+", "", before) == re.sub(r"\d+", "", place)

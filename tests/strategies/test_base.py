@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import Options, convert, save, save_async
@@ -152,6 +154,31 @@ def test_a_base_that_cannot_be_named_is_refused_before_anything_is_written(tmp_p
     with pytest.raises(StrategyError, match="base, only"):
         save(lora(2), tmp_path / "c", ("torch_dist", 1), only="*lora_*")
     assert not [*tmp_path.glob("c/*")]
+
+
+def test_a_save_does_not_replace_what_its_base_needs(adapter: Path) -> None:
+    """Neither the base nor the base of that, by whichever name; all stay as they were."""
+    base, link = adapter.with_name("base"), adapter.with_name("link")
+    link.symlink_to(base)
+    for place, over in ((base, base), (link, base), (base, adapter), (adapter, adapter)):
+        with pytest.raises(PlanError, match=rf"{place}: the save would replace .* {over}"):
+            save(lora(3), place, base=over, only="*lora_*", overwrite=True)
+        with pytest.raises(PlanError, match=rf"{place}: the save would replace .* {over}"):
+            dcp.save(
+                {"w": torch.ones(2)}, place, no_dist=True, options=Options(base=os.fspath(over))
+            )
+    dist_ckpt_strategies.load(lora(9), adapter)
+
+
+def test_a_state_of_dcp_is_as_nested_as_it_was_in_the_base(tmp_path: Path) -> None:
+    dcp.save({"model": {"layers": [torch.ones(2)]}}, tmp_path / "base", no_dist=True)
+    options = Options(base=os.fspath(tmp_path / "base"))
+    dcp.save({"lora": {"a": torch.zeros(2)}}, tmp_path / "new", no_dist=True, options=options)
+    reader = dcp.PackStorageReader(tmp_path / "new")
+    with pytest.warns(UserWarning, match="in a single process"):
+        loaded = _load_state_dict_from_keys(storage_reader=reader)
+    assert loaded["model"]["layers"][0].tolist() == [1.0, 1.0]
+    assert loaded["lora"]["a"].tolist() == [0.0, 0.0]
 
 
 def test_without_a_base_what_was_left_out_is_missed(tmp_path: Path) -> None:

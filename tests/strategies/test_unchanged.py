@@ -60,7 +60,7 @@ class Training:
     def tensors(self) -> dict[str, torch.Tensor]:
         """By key; the layer ``two`` is also the head."""
         found = {f"model.{name}.weight": layer.detach() for name, layer in self.layers.items()}
-        found |= {"model.head.weight": found["model.two.weight"], "ema.one.weight": self.mean}
+        found |= {"model.head.weight": found["model.two.weight"], "ema_model.one.weight": self.mean}
         for name, layer in self.layers.items():
             for what, held in self.optimizer.state.get(layer, {}).items():
                 found[f"optimizer.state.{what}.{name}.weight"] = held.detach()
@@ -148,6 +148,7 @@ def run_honest(rank: int, begin: Callable[[Path], Save], root: Path) -> None:
     """Trainings without a fault."""
     dist.barrier()
     training, act = Training(rank), begin(root / "honest")
+    training.mean.zero_()
     step = 0
 
     def go(rate: float | None = None, *, updates: int = 1) -> None:
@@ -159,7 +160,8 @@ def run_honest(rank: int, begin: Callable[[Path], Save], root: Path) -> None:
 
     with told() as found:
         for _ in range(3):
-            go(0.0)  # warm-up
+            go(0.0)  # warm-up, in which the average moves at first
+            training.mean.copy_(training.layers["one"].detach())
         for _ in range(2):
             go(0.1)
         training.layers["one"].requires_grad_(False)  # noqa: FBT003
@@ -255,6 +257,17 @@ def raise_before_the_commit(rank: int, root: Path) -> None:
         place, state = root / f"other_{number}", training.state()
         found = outcome(partial(save, state, place, strategy, on_unchanged="raise"))
         assert (found is None) == (number < 2), found
+    copies_of_a_step_are_silent(Training(rank), root / "copies")
+
+
+def copies_of_a_step_are_silent(training: Training, root: Path) -> None:
+    """Their names differ in more than numbers; a later step is told apart by its common state."""
+    strategy, how = PackSaveShardedStrategy(), {"on_unchanged": "raise"}
+    for name in ("epoch=0-step=20", "epoch=0-step=20-v1", "last", "best_0.25"):
+        save(training.state(), root / name, strategy, **how)
+    training.num_done += 1
+    again = partial(save, training.state(), root / "final", strategy, **how)
+    require_failure(outcome(again), PlanError, "no update was applied", "best_0.25")
 
 
 def test_raise_keeps_a_repeated_save_from_the_commit(tmp_path: Path) -> None:
