@@ -262,7 +262,8 @@ def raise_before_the_commit(rank: int, root: Path) -> None:
 
 def copies_of_a_step_are_silent(training: Training, root: Path) -> None:
     """Their names differ in more than numbers; a later step is told apart by its common state."""
-    strategy, how = PackSaveShardedStrategy(), {"on_unchanged": "raise"}
+    strategy = PackSaveShardedStrategy()
+    how: Any = {"on_unchanged": "raise"}
     for name in ("epoch=0-step=20", "epoch=0-step=20-v1", "last", "best_0.25"):
         save(training.state(), root / name, strategy, **how)
     training.num_done += 1
