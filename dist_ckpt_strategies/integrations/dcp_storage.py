@@ -206,7 +206,7 @@ class PackStorageReader(Placed, StorageReader):
 
 def _metadata(opened: OpenedCheckpoint) -> Metadata:
     content: dict[str, Any] = {key: BytesStorageMetadata() for key in _objects(opened)}
-    stored, known = opened.stored, {}
+    stored, known = opened.stored, dict[str, Any]()
     for key, spec in stored.find(stored.keys()).items():
         size = torch.Size(spec.shape)
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
