@@ -30,7 +30,7 @@ from dist_ckpt_strategies.inprocess.job import (
     worker_environment,
 )
 from dist_ckpt_strategies.inprocess.places import OUTSIDE, OnlyPlace, Places
-from dist_ckpt_strategies.inprocess.rendezvous import EXIT_PREEMPTED, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.rendezvous import EXIT_PREEMPTED, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.store_rendezvous import IDLE, RestartState
 from dist_ckpt_strategies.inprocess.worker_process import ERROR_FILE, WorkerProcess
 from dist_ckpt_strategies.inprocess.workers import Workers
@@ -99,10 +99,13 @@ class ElasticAgent:
         """
         with _noting(self._job.signals, self.signals, self._inbox):
             try:
-                self._run_until_the_end()
+                self._place.start(self._workers.tell_guard)
+                while self._outcome is None and not self.signals:
+                    self._step()
             except PeerLostError as error:  # of the store, or the guard
                 self._end(FENCED, error.message)
-            except RestartError:
+            except RestartError as error:
+                self._place.close(GAVE_UP, error.message)
                 self._failures.report(self._on_note)
                 self._failures.record_end(None, is_good=False)
                 raise
@@ -116,15 +119,6 @@ class ElasticAgent:
         if outcome.why:
             self._on_note(outcome.why)
         return outcome.code
-
-    def _run_until_the_end(self) -> None:
-        try:
-            self._place.start(self._workers.tell_guard)
-            while self._outcome is None and not self.signals:
-                self._step()
-        except RestartError as error:
-            self._place.close(GAVE_UP, error.message)
-            raise
 
     def _step(self) -> None:
         """Wait for what happens next, and handle it."""
@@ -180,7 +174,8 @@ class ElasticAgent:
 
     def _assign(self, rank: int) -> WorkerProcess | None:
         """Give a rank to the spare that is returned; to a new process if there is none."""
-        spare, info = self._spare(), self._info(rank)
+        spare, place = self._spare(), rank // self._job.num_ranks
+        info = rank_info(self._job, place, rank, self._place.address, self._place.node)
         worker = spare or self._workers.start(info)
         worker.rank = rank
         self._state.assign(worker.name, info)
@@ -195,10 +190,6 @@ class ElasticAgent:
         ]
         ready = (worker for worker in spares if self._state.is_ready(worker.name))
         return next(ready, spares[0] if spares else None)
-
-    def _info(self, rank: int) -> RankInfo:
-        place = rank // self._job.num_ranks
-        return rank_info(self._job, place, rank, self._place.address, self._place.node)
 
     # The end of a worker
 
@@ -215,7 +206,9 @@ class ElasticAgent:
             self._left[rank] = worker
         elif code == 0 and self._is_done(worker):
             self._failures.record_end(rank, is_good=True)
-            self._finish(rank)
+            self._finished.add(rank)
+            if len(self._finished) == self._job.num_ranks:
+                self._place.finish()
         else:
             self._lose_rank(worker, rank, code)
 
@@ -230,11 +223,6 @@ class ElasticAgent:
         """Whether a worker has not joined a restart round, or has finished it with all others."""
         restart_round = self._state.joined(worker.name)
         return restart_round is None or self._state.is_done(restart_round)
-
-    def _finish(self, rank: int) -> None:
-        self._finished.add(rank)
-        if len(self._finished) == self._job.num_ranks:
-            self._place.finish()
 
     def _lose_rank(self, worker: WorkerProcess, rank: int, code: int) -> None:
         """A rank has died: end its restart round, and replace the worker."""

@@ -190,12 +190,20 @@ class HPCallWrapper:
         try:
             with (
                 self._interrupter.installed(),
-                rendezvous_by_attempt(lambda: self._round, self._note_store),
+                rendezvous_by_attempt(
+                    lambda: self._round,
+                    lambda store: self._running().communication.note_store(store),
+                ),
             ):
                 while True:
-                    result = self._attempted(fn, a, kw)
-                    if result is not None:
-                        return result[0]
+                    self.initialize_barrier()
+                    self.start_hp_fault_handling_thread()
+                    try:
+                        return self._result(fn, a, kw)
+                    except RankShouldRestart as error:
+                        interruption = error
+                    self.restart(interruption)
+                    del interruption  # its cause may hold tensors
         except BaseException as error:  # a request to leave the process gives up too
             if self._is_in_block:
                 self._leave(error)
@@ -299,19 +307,6 @@ class HPCallWrapper:
                 outlive_nccl_errors()
         return self._client
 
-    def _attempted(
-        self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]
-    ) -> tuple[Any] | None:
-        """What the block returns; None where a fault has ended the attempt, and all is ready."""
-        self.initialize_barrier()
-        self.start_hp_fault_handling_thread()
-        try:
-            return (self._result(fn, a, kw),)
-        except RankShouldRestart as error:
-            interruption = error
-        self.restart(interruption)
-        return None
-
     def _result(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         """What the block returns, or raises to end the process, once all ranks have a result."""
         value, leaving = None, None
@@ -358,9 +353,6 @@ class HPCallWrapper:
         self._memory.release()
         if self.wrapper.check_memory_status:
             self._memory.log(self.num_attempts)
-
-    def _note_store(self, store: Any) -> None:
-        self._running().communication.note_store(store)
 
     def _require_fit(self, state: HPState, train_ex: BaseException | None) -> None:
         """Raise unless this process may run another attempt."""
