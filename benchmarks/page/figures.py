@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from dist_ckpt_strategies.cli.bench import Spread
+from benchmarks.page.subjects import Spread
 
 _NUM_DIGITS = 4
 _WIDTH, _BAR, _AROUND = 8.0, 0.2, 0.5

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from benchmarks.page.figures import Bar, Figure, Panel
 from benchmarks.page.results import Found, find_results
-from benchmarks.page.subjects import GOALS, PLAIN_STREAM, SUBJECTS, Row, Subject
-from dist_ckpt_strategies.cli.bench import Spread
+from benchmarks.page.subjects import GOALS, PLAIN_STREAM, SUBJECTS, Row, Spread, Subject
 
 FIGURES_NAME: Final = "measured"
 """Directory of the figures, beside the page."""

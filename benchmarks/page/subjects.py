@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from benchmarks.page.results import Found, Line
-from dist_ckpt_strategies.cli.bench import BASELINE, Spread
+from dist_ckpt_strategies.cli.bench import BASELINE
 
 TORCH_DIST: Final = "torch_dist"
 PLAIN_STREAM = "one stream, not flushed"
@@ -14,6 +14,25 @@ FILE_SYSTEM_WRITER: Final = "FileSystemWriter"
 READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
 PARALLEL, NVRX, LOCAL_BASELINE, MEMCPY = "fully parallel", "nvrx", "baseline", "memcpy"
 _GB, _MIB = 10**9, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median, the least and the greatest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The spread of some values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_ratios(cls, own: Mapping[int, float], other: Mapping[int, float]) -> Self:
+        """That of the ratios within a round; both are seconds by round, and share at least one."""
+        return cls.of([own[number] / other[number] for number in own if number in other])
 
 
 @dataclass(frozen=True, slots=True)

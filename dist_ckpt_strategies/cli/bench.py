@@ -11,9 +11,8 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -36,25 +35,6 @@ _TIMEOUT_S_PER_GB = 120.0
 """A network file system may be slow; less than 8 MB per second is an error."""
 _SPACE = 1.3
 """Space that has to be free, in times of the state: one checkpoint, and metadata."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median, the least and the greatest value."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """The spread of some values."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    @classmethod
-    def of_ratios(cls, own: Mapping[int, float], other: Mapping[int, float]) -> Self:
-        """That of the ratios within a round; both are seconds by round, and share at least one."""
-        return cls.of([own[number] / other[number] for number in own if number in other])
 
 
 def bench_directory(
@@ -132,17 +112,18 @@ def _timings(
         of_candidate[sample["repetition"]] = sample["values"]["seconds"]
     timings = []
     for step, name in itertools.product(STEPS, names):
-        own = seconds[step, name]
-        found, ratios = Spread.of([*own.values()]), Spread.of_ratios(own, seconds[step, BASELINE])
+        own, others = seconds[step, name], seconds[step, BASELINE]
+        median = statistics.median(own.values())
+        ratios = [own[number] / other for number, other in others.items()]
         timings.append(
             {
                 "step": step,
                 "candidate": name,
-                "seconds": found.median,
-                "shortest": found.low,
-                "longest": found.high,
-                "nbytes_per_second": nbytes / found.median,
-                "baseline_ratio": ratios.median,
+                "seconds": median,
+                "shortest": min(own.values()),
+                "longest": max(own.values()),
+                "nbytes_per_second": nbytes / median,
+                "baseline_ratio": statistics.median(ratios),
             }
         )
     return timings

@@ -190,10 +190,7 @@ class HPCallWrapper:
         try:
             with (
                 self._interrupter.installed(),
-                rendezvous_by_attempt(
-                    lambda: self._round,
-                    lambda store: self._running().communication.note_store(store),
-                ),
+                rendezvous_by_attempt(lambda: self._round, self._note_store),
             ):
                 while True:
                     self.initialize_barrier()
@@ -353,6 +350,9 @@ class HPCallWrapper:
         self._memory.release()
         if self.wrapper.check_memory_status:
             self._memory.log(self.num_attempts)
+
+    def _note_store(self, store: Any) -> None:
+        self._running().communication.note_store(store)
 
     def _require_fit(self, state: HPState, train_ex: BaseException | None) -> None:
         """Raise unless this process may run another attempt."""
