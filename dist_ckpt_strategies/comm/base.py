@@ -10,7 +10,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Timer
 from typing import Any, TypeVar
 
@@ -46,20 +45,8 @@ Buffer = Bytes | torch.Tensor
 """Bytes on the host, or a one-dimensional tensor of uint8 on the communicator's device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Bytes for another rank of the group."""
-
-    to_rank: int
-    data: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """Memory for bytes from another rank of the group, of exactly their size."""
-
-    from_rank: int
-    into: Buffer
+Parcel = tuple[int, Buffer]
+"""Another rank of the group, and bytes for it, or memory of exactly the size of its bytes."""
 
 
 class Communicator:
@@ -92,7 +79,7 @@ class Communicator:
         """Begin to gather numbers below 2**40; a function that returns all ranks'. Collective."""
         return lambda: [number]
 
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Carry all the bytes. Collective.
 
         Between any two ranks, the n-th send matches the n-th receive, and their sizes are equal.
@@ -100,15 +87,15 @@ class Communicator:
         self.begin_exchange(sends, receives)()
 
     def begin_exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive]
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel]
     ) -> Callable[[], None]:
         """Like ``exchange``, but return at once. Collective; one at a time may be under way.
 
         What is returned waits until this rank's bytes are sent, and those for it have arrived.
         Their memory belongs to the exchange until then.
         """
-        for send, receive in zip(sends, receives, strict=True):
-            np.asarray(receive.into)[...] = np.asarray(send.data)
+        for (_, data), (_, into) in zip(sends, receives, strict=True):
+            np.asarray(into)[...] = np.asarray(data)
         return lambda: None
 
     def note_failure(self, error: BaseException) -> None:
@@ -284,15 +271,15 @@ def run_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[
     if len(holder) == 1:
         return [content for _ in described]
 
-    def prepare() -> tuple[list[Send], dict[tuple[int, str], Bytes]]:
+    def prepare() -> tuple[list[Parcel], dict[tuple[int, str], Bytes]]:
         buffers = {what: np.empty(what[0], np.uint8) for what in holder if what != mine}
         if holder[mine] != comm.rank or not content:
             return [], buffers
         data = np.frombuffer(bytearray(content), np.uint8)
-        return [Send(rank, data) for rank, what in enumerate(described) if what != mine], buffers
+        return [(rank, data) for rank, what in enumerate(described) if what != mine], buffers
 
     sends, buffers = run_collectively(comm, prepare)
-    comm.exchange(sends, [Receive(holder[what], to) for what, to in buffers.items() if what[0]])
+    comm.exchange(sends, [(holder[what], to) for what, to in buffers.items() if what[0]])
     found = {what: buffer.tobytes() for what, buffer in buffers.items()} | {mine: content}
     return [found[what] for what in described]
 

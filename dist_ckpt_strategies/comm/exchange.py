@@ -18,8 +18,6 @@ import xxhash
 from dist_ckpt_strategies.comm.base import (
     Communicator,
     Message,
-    Receive,
-    Send,
     run_and_gather,
     run_collectively,
 )
@@ -244,10 +242,7 @@ class Rounds:
             }
             own = contents.pop(self._comm.rank, None)
             if contents or landed:
-                self._comm.exchange(
-                    [Send(rank, content) for rank, content in contents.items()],
-                    [Receive(rank, memory) for rank, memory in landed.items()],
-                )
+                self._comm.exchange([*contents.items()], [*landed.items()])
             if own is not None:
                 landed[self._comm.rank] = own
             taking.append([])

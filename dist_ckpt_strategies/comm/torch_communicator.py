@@ -21,8 +21,7 @@ from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
     Message,
-    Receive,
-    Send,
+    Parcel,
     out_of_step,
     who_is_where,
 )
@@ -241,7 +240,7 @@ class TorchCommunicator(Communicator):
         return await_all
 
     def begin_exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive]
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel]
     ) -> Callable[[], None]:
         """See Communicator. Not counted as a collective: ranks may take part in different ones.
 
@@ -257,9 +256,12 @@ class TorchCommunicator(Communicator):
             turns[call, rank] += 1
             return dist.P2POp(call, tensor, self.global_ranks[rank], channel)
 
-        received = [(receive, self._tensor_of(receive.into)) for receive in receives]
-        operations = [operation(dist.irecv, r.from_rank, tensor) for r, tensor in received]
-        operations += [operation(dist.isend, s.to_rank, self._tensor_of(s.data)) for s in sends]
+        received = [(into, self._tensor_of(into)) for _, into in receives]
+        operations = [
+            operation(dist.irecv, rank, tensor)
+            for (rank, _), (_, tensor) in zip(receives, received, strict=True)
+        ]
+        operations += [operation(dist.isend, rank, self._tensor_of(data)) for rank, data in sends]
         works: list[tuple[int | None, Any]]
         with _PeerErrors(self, time.monotonic() + self._timeout_s):
             if self.device.type == "cpu":
@@ -273,7 +275,7 @@ class TorchCommunicator(Communicator):
     def _finish(
         self,
         works: Sequence[tuple[int | None, Any]],
-        received: Sequence[tuple[Receive, torch.Tensor]],
+        received: Sequence[tuple[Buffer, torch.Tensor]],
     ) -> None:
         """Wait for the works, each with the global rank at its other end if that is known."""
         deadline = time.monotonic() + self._timeout_s
@@ -281,8 +283,8 @@ class TorchCommunicator(Communicator):
             if work is not None:
                 with _PeerErrors(self, deadline, peer):
                     _wait(work, deadline, self.device)
-        for receive, tensor in received:
-            into = _as_tensor(receive.into)
+        for memory, tensor in received:
+            into = _as_tensor(memory)
             if into.device != tensor.device:
                 into.copy_(tensor)
 

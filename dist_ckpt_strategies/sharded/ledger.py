@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
 from dist_ckpt_strategies.core.blocks import (
     OBJECT,
@@ -83,7 +83,7 @@ def tell_first_rank(
     """
     parcels, tables = list(_parcels(announced)), mine[1:3]
     sends = [
-        Send(0, np.frombuffer(bytearray(tables[is_copies]), np.uint8))
+        (0, np.frombuffer(bytearray(tables[is_copies]), np.uint8))
         for rank, is_copies, nbytes in parcels
         if rank == comm.rank > 0 and nbytes
     ]
@@ -92,7 +92,7 @@ def tell_first_rank(
         for rank, is_copies, nbytes in parcels
         if rank > 0 == comm.rank
     }
-    receives = [Receive(rank, memory) for (rank, _), memory in arrived.items() if memory.size]
+    receives = [(rank, memory) for (rank, _), memory in arrived.items() if memory.size]
     comm.exchange(sends, receives)
     if comm.rank != 0:
         return None

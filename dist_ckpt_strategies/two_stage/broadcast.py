@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, Parcel, run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region
 from dist_ckpt_strategies.core.report import BroadcastReport
@@ -118,8 +118,8 @@ class _Round:
     read: list[_Block] = field(default_factory=list)
     cached: list[_Block] = field(default_factory=list)
     received: list[_Block] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
-    receives: list[Receive] = field(default_factory=list)
+    sends: list[Parcel] = field(default_factory=list)
+    receives: list[Parcel] = field(default_factory=list)
 
 
 def _run_rounds(  # noqa: PLR0913, PLR0917
@@ -228,10 +228,10 @@ def _laid_out(
         content = as_bytes(blocks[0].memory) if message is None else message
         if is_read:
             round_.read += blocks
-            round_.sends += [Send(receiver, content) for receiver in receivers]
+            round_.sends += [(receiver, content) for receiver in receivers]
         elif is_message:
             round_.received += blocks
-            round_.receives.append(Receive(batch.reader, content))
+            round_.receives.append((batch.reader, content))
         else:
             round_.cached += blocks
     return round_

@@ -12,8 +12,6 @@ import pytest
 from dist_ckpt_strategies import errors
 from dist_ckpt_strategies.comm.base import (
     Communicator,
-    Receive,
-    Send,
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,
@@ -71,21 +69,21 @@ def bytes_go_both_ways_between_all_ranks(comm: Communicator) -> None:
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     for sizes in ([1], [7, 0, 100_000, 3], [8 << 20], []):
         parts = list(enumerate(sizes))
-        sends = [Send(to, pattern(comm.rank, to, n, size)) for to in others for n, size in parts]
-        receives = [Receive(by, np.zeros(size, np.uint8)) for by in others for n, size in parts]
+        sends = [(to, pattern(comm.rank, to, n, size)) for to in others for n, size in parts]
+        receives = [(by, np.zeros(size, np.uint8)) for by in others for n, size in parts]
         comm.exchange(sends, receives)
-        for send in sends:
-            np.asarray(send.data)[...] = 9
+        for _, data in sends:
+            np.asarray(data)[...] = 9
         comm.all_gather(None)
         expected = [pattern(by, comm.rank, n, size) for by in others for n, size in parts]
-        for receive, content in zip(receives, expected, strict=True):
-            assert np.array_equal(receive.into, content)
+        for (_, into), content in zip(receives, expected, strict=True):
+            assert np.array_equal(into, content)
 
 
 def ranks_without_a_part_in_an_exchange_take_part_all_the_same(comm: Communicator) -> None:
     into = np.zeros(3, np.uint8)
-    sends = [Send(2, np.array([1, 2, 3], np.uint8))] if comm.rank == 1 and comm.size > 2 else []
-    comm.exchange(sends, [Receive(1, into)] if comm.rank == 2 else [])
+    sends = [(2, np.array([1, 2, 3], np.uint8))] if comm.rank == 1 and comm.size > 2 else []
+    comm.exchange(sends, [(1, into)] if comm.rank == 2 else [])
     assert into.tolist() == ([1, 2, 3] if comm.rank == 2 else [0] * 3)
 
 

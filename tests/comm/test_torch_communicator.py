@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send, run_collectively
+from dist_ckpt_strategies.comm.base import Communicator, run_collectively
 from dist_ckpt_strategies.comm.process_group import new_gloo_groups, new_group_of
 from dist_ckpt_strategies.comm.shared_work import open_world
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -127,8 +127,8 @@ def after_messages_of_two(comm: Communicator) -> None:
     """They leave the other ranks on time."""
     for _ in range(2):
         content = np.zeros(4, np.uint8)
-        sends = [Send(2, content)] if comm.rank == 0 else []
-        comm.exchange(sends, [Receive(0, content)] if comm.rank == 2 else [])
+        sends = [(2, content)] if comm.rank == 0 else []
+        comm.exchange(sends, [(0, content)] if comm.rank == 2 else [])
     if comm.rank != 2:
         run_collectively(comm, lambda: None)
 
@@ -166,7 +166,7 @@ def test_a_silent_rank_is_named_within_the_timeout(
 def one_receiver_waits_in_vain(rank: int) -> Any:
     meet()
     comm = open_communicator(None, timeout_s=3.0, purpose="a test")
-    receives = [Receive(2, np.zeros(4, np.uint8))] if rank == 0 else []
+    receives = [(2, np.zeros(4, np.uint8))] if rank == 0 else []
     return None if rank == 2 else outcome(partial(comm.exchange, [], receives))
 
 
@@ -236,7 +236,7 @@ def is_killed_while_it_sends(rank: int) -> Any:
     if rank == 1:
         threading.Timer(0.2, kill_this_process).start()
         time.sleep(60)
-    return outcome(lambda: comm.exchange([], [Receive(1, np.zeros(64 << 20, np.uint8))]))
+    return outcome(lambda: comm.exchange([], [(1, np.zeros(64 << 20, np.uint8))]))
 
 
 def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:

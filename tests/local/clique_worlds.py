@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Parcel
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CheckpointError, kind_of
 from dist_ckpt_strategies.local import (
@@ -165,12 +165,12 @@ def flipping(comm: Communicator, number: int = 0) -> Communicator:
     """It changes a bit of the n-th block that its rank receives of another."""
     exchange, left = comm.exchange, [number]
 
-    def changed(sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+    def changed(sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         exchange(sends, receives)
-        for receive in receives:
-            if receive.from_rank != comm.rank:
+        for from_rank, into in receives:
+            if from_rank != comm.rank:
                 if left[0] == 0:
-                    torch.as_tensor(receive.into)[-1] ^= 0x10
+                    torch.as_tensor(into)[-1] ^= 0x10
                 left[0] -= 1
 
     vars(comm)["exchange"] = changed

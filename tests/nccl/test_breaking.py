@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_ckpt_strategies.comm.base import Receive, Send, run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.base import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -220,9 +220,9 @@ def exchange_first(rank: int, backend: str, num_channels: int) -> Any:
     found = torch.zeros(3, dtype=torch.uint8, device="cuda")
     mine = torch.full((3,), 7, dtype=torch.uint8, device="cuda")
     if rank == 0:
-        comm.exchange([Send(1, mine)], [])
+        comm.exchange([(1, mine)], [])
     elif rank == 1:
-        comm.exchange([], [Receive(0, found)])
+        comm.exchange([], [(0, found)])
     return run_and_gather(comm, found.tolist)[1]
 
 

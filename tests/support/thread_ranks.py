@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, Message, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Message, Parcel
 from dist_ckpt_strategies.errors import PeerTimeoutError
 
 T = TypeVar("T")
@@ -46,21 +46,21 @@ class ThreadCommunicator(Communicator):
         return items
 
     def begin_exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive]
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel]
     ) -> Callable[[], None]:
-        for send in sends:
-            data = send.data if isinstance(send.data, torch.Tensor) else send.data.copy()
-            self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(data).clone())
+        for to_rank, data in sends:
+            sent = data if isinstance(data, torch.Tensor) else data.copy()
+            self._world.pipes[self.rank, to_rank].put(torch.as_tensor(sent).clone())
         return partial(self._finish, tuple(receives))
 
-    def _finish(self, receives: Sequence[Receive]) -> None:
-        for receive in receives:
-            pipe = self._world.pipes[receive.from_rank, self.rank]
+    def _finish(self, receives: Sequence[Parcel]) -> None:
+        for from_rank, into in receives:
+            pipe = self._world.pipes[from_rank, self.rank]
             try:
                 found = pipe.get(timeout=self._world.timeout_s)
             except queue.Empty:
-                raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
-            torch.as_tensor(receive.into).copy_(found)
+                raise PeerTimeoutError(from_rank, "sent nothing in time") from None
+            torch.as_tensor(into).copy_(found)
 
     def _meet(self) -> None:
         try:
