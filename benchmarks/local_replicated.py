@@ -32,7 +32,7 @@ import torch.distributed as dist
 from benchmarks.common import rounds
 from benchmarks.common.command_line import Parser, open_output
 from benchmarks.common.disks import file_system, retire, touch_memory, workspace
-from benchmarks.page.subjects import LOCAL_BASELINE, NVRX
+from benchmarks.page.subjects import FLUSHED_NVRX, LOCAL_BASELINE, NVRX
 from dist_ckpt_strategies.cli.bench_rank import SECONDS, Sample, interleaved
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
@@ -40,7 +40,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 
-MANAGER, FLUSHED_NVRX = "local manager", "nvrx, flushed"
+MANAGER = "local manager"
 NAMES: Final = (LOCAL_BASELINE, MANAGER, NVRX, FLUSHED_NVRX)
 _MIB = 1 << 20
 _NUM_RANKS = 4

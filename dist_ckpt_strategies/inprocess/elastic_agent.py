@@ -99,13 +99,10 @@ class ElasticAgent:
         """
         with _noting(self._job.signals, self.signals, self._inbox):
             try:
-                self._place.start(self._workers.tell_guard)
-                while self._outcome is None and not self.signals:
-                    self._step()
+                self._run_until_the_end()
             except PeerLostError as error:  # of the store, or the guard
                 self._end(FENCED, error.message)
-            except RestartError as error:
-                self._place.close(GAVE_UP, error.message)
+            except RestartError:
                 self._failures.report(self._on_note)
                 self._failures.record_end(None, is_good=False)
                 raise
@@ -119,6 +116,15 @@ class ElasticAgent:
         if outcome.why:
             self._on_note(outcome.why)
         return outcome.code
+
+    def _run_until_the_end(self) -> None:
+        try:
+            self._place.start(self._workers.tell_guard)
+            while self._outcome is None and not self.signals:
+                self._step()
+        except RestartError as error:
+            self._place.close(GAVE_UP, error.message)  # a store that is lost is the caller's
+            raise
 
     def _step(self) -> None:
         """Wait for what happens next, and handle it."""
