@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.tools.options import ConvertOptions
     from dist_ckpt_strategies.tools.prune import PruneReport, prune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "config": ("LocalOptions", "Options", "StoreOptions"),

@@ -231,6 +231,25 @@ manager = dist_ckpt_strategies.TieredCheckpointManager("run")
 manager.save(20, get_state, force=True)
 """
 
+_ADAPTERS_BEFORE = f"""
+{_STATE}
+from tests.support.checkpoints import header_of
+names = ["layer.weight", "layer.lora_a", "layer.lora_b"]
+tensors = [torch.full((3,), float(n)) for n in range(3)]
+sharded_state_dict = {{
+    n: ShardedTensor.from_rank_offsets(n, tensor) for n, tensor in zip(names, tensors)
+}}
+package.save(sharded_state_dict, "pretrained")
+tensors[1].fill_(7)
+"""
+
+_ADAPTERS_AFTER = """
+assert [state[name].tolist() for name in names] == [[0.0] * 3, [7.0] * 3, [2.0] * 3]
+(pack,) = Path("run/step_10").rglob("*.safetensors")
+blocks = {name.rpartition("@")[0] for name in header_of(pack)[0] if "@" in name}
+assert blocks == set(names[1:]), blocks
+"""
+
 SCRIPTS = {
     **{f"docs/{name}.md": ("", "") for name in ("quickstart", "errors", "tuning", "operations")},
     "README.md": (_README_BEFORE, _README_AFTER),
@@ -249,6 +268,8 @@ SCRIPTS = {
     "docs/dcp.md": (_DCP_BEFORE, "assert state['step'] == 10"),
     "docs/right_state.md": (_RIGHT_STATE_BEFORE, "manager.close()"),
     "docs/adopt.md": (_MEGATRON_LM_BEFORE, _MEGATRON_LM_AFTER),
+    "docs/adapters.md": (_ADAPTERS_BEFORE, _ADAPTERS_AFTER),
+    "docs/examples.md": ("", ""),
 }
 
 CHANGES = {
@@ -262,6 +283,8 @@ CHANGES = {
     },
     "docs/cli.md": {'"/checkpoints"': '"checkpoints"'},
     "docs/dcp.md": {'if __name__ == "__main__"': "if None"},
+    "docs/examples.md": {'if __name__ == "__main__"': "if None"},
+    "docs/adapters.md": {"state = load(": "[t.zero_() for t in tensors]\nstate = load("},
 }
 """What one process has not: other nodes and their directories, and ranks to start."""
 
