@@ -58,7 +58,7 @@ _LOADED = "assert torch.equal(state_dict['w'], torch.arange(6.0)) and state_dict
 
 _README_BEFORE = f"""
 {_STATE}
-restored = []
+restored, model = [], torch.nn.Linear(3, 2)
 num_steps = 2000
 get_state, set_state = (lambda: sharded_state_dict), restored.append
 package.save(sharded_state_dict, "old/iter_0000100", ("zarr", 1))
@@ -69,6 +69,7 @@ _README_AFTER = """
 assert manager.all_steps() == [1000, 2000]
 assert state_dict.keys() == {"w", "iteration"}, state_dict
 assert torch.equal(weight, torch.arange(6.0)), state_dict
+assert state["step"] == 10
 """
 
 _FORMAT_BEFORE = f"""
