@@ -284,7 +284,6 @@ CHANGES = {
     },
     "docs/cli.md": {'"/checkpoints"': '"checkpoints"'},
     "docs/dcp.md": {'if __name__ == "__main__"': "if None"},
-    "docs/examples.md": {'if __name__ == "__main__"': "if None"},
     "docs/adapters.md": {"state = load(": "[t.zero_() for t in tensors]\nstate = load("},
 }
 """What one process has not: other nodes and their directories, and ranks to start."""

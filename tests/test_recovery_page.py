@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -38,20 +39,26 @@ ON_CPUS = {
 
 FAULTS = {
     "\nNUM_STEPS": "\nimport os\nfrom pathlib import Path\n\nNUM_STEPS",
-    "        loss.backward()": """
-        if state.step == 2 and dist.get_rank() == 0 and not Path("raised").exists():
-            Path("raised").touch()
-            raise ValueError("on purpose")
-        loss.backward()""",
-    "        with manager.updating():": """
-        if state.step == 5 and dist.get_rank() == 1 and not Path("killed").exists():
-            Path("killed").touch()
-            os.kill(os.getpid(), 9)
-        with manager.updating():""",
+    "            loss.backward()": """
+            if state.step == 2 and rank == 0 and not Path("raised").exists():
+                Path("raised").touch()
+                raise ValueError("on purpose")
+            loss.backward()""",
+    "            with manager.updating():": """
+            if state.step == 5 and rank == 1 and not Path("killed").exists():
+                Path("killed").touch()
+                os.kill(os.getpid(), 9)
+            with manager.updating():""",
 }
 """One exception and one death."""
 
-EXACT = {"{loss.item():.6f}": "{loss.item().hex()}"}
+EXACT = {
+    "{loss.item():.6f}": "{loss.item().hex()}",
+    "Strategy(1, 2)": f"Strategy(1, {PLAIN_SIZE})",
+    "import SavePolicy": "import ManagerOptions, SavePolicy",
+    "policy=POLICY)": "policy=POLICY, options=ManagerOptions(is_async=False))",
+}
+"""All bits of a loss; one clique; and no local save is skipped because another one still runs."""
 
 
 def changed(script: str, changes: dict[str, str]) -> str:
@@ -78,7 +85,8 @@ def run_page(
     on_cpu = mock.patch("torch.cuda.set_device")
     with cpu_stand_ins(), on_cpu, redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
-    return [line for line in printed.getvalue().splitlines() if line.startswith("step ")]
+    wanted = ("step ", "continues ")
+    return [line for line in printed.getvalue().splitlines() if line.startswith(wanted)]
 
 
 def tear_once(step: int) -> None:
@@ -97,7 +105,7 @@ def tear_once(step: int) -> None:
 def printed_by(
     size: int, directory: Path, script: str, *, interrupted: bool = False
 ) -> list[list[str]]:
-    """The steps that the script prints on each rank."""
+    """The steps that the script prints on each rank, and from where it goes on."""
     directory.mkdir(exist_ok=True)
     path = directory / "train.py"
     path.write_text(script)
@@ -105,15 +113,17 @@ def printed_by(
 
 
 @pytest.mark.multiprocess
-def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_the_disk(
+def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_each_tier(
     tmp_path: Path,
 ) -> None:
     plain = changed(PLAIN, EXACT)
     expected = printed_by(PLAIN_SIZE, tmp_path / "reference", plain)
-    shorter = changed(plain, {"NUM_STEPS, SAVE_EVERY = 12": "NUM_STEPS, SAVE_EVERY = 10"})
-    printed_by(PLAIN_SIZE, tmp_path / "disk", shorter)
-    later = printed_by(PLAIN_SIZE, tmp_path / "disk", plain)
-    assert later == [steps[8:] for steps in expected]
+    printed_by(PLAIN_SIZE, tmp_path / "disk", changed(plain, {"NUM_STEPS = 12": "NUM_STEPS = 9"}))
+    shutil.copytree(tmp_path / "disk" / "shared", tmp_path / "lost" / "shared")
+    for place, step, tier in (("disk", 8, "local"), ("lost", 6, "global")):
+        later = printed_by(PLAIN_SIZE, tmp_path / place, plain)
+        begin = f"continues after step {step}, from {tier}"
+        assert later == [[begin, *steps[step:]] for steps in expected]
     script = tmp_path / "train.py"
     script.write_text(changed(plain, FAULTS))
     variables = {"PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
