@@ -126,10 +126,10 @@ class CheckpointOverBase(PackCheckpoint):
         return super().blocks(key) if key in self._own else self.base.blocks(key)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See PackCheckpoint."""
+        """See PackCheckpoint; those of the base come first."""
         wanted = set(keys)
         found = self.base.find(wanted - self._own) if wanted - self._own else {}
-        return dict(sorted((found | super().find(wanted & self._own)).items()))
+        return found | super().find(wanted & self._own)
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """See PackCheckpoint."""

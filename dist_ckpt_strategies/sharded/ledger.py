@@ -84,15 +84,15 @@ def tell_first_rank(
     parcels, tables = list(_parcels(announced)), mine[1:3]
     sends = [
         (0, np.frombuffer(bytearray(tables[is_copies]), np.uint8))
-        for rank, is_copies, nbytes in parcels
-        if rank == comm.rank > 0 and nbytes
+        for rank, is_copies, _ in parcels
+        if rank == comm.rank > 0
     ]
     arrived = {
         (rank, is_copies): np.empty(nbytes, np.uint8)
         for rank, is_copies, nbytes in parcels
         if rank > 0 == comm.rank
     }
-    receives = [(rank, memory) for (rank, _), memory in arrived.items() if memory.size]
+    receives = [(rank, memory) for (rank, _), memory in arrived.items()]
     comm.exchange(sends, receives)
     if comm.rank != 0:
         return None

@@ -132,9 +132,10 @@ def test_checkpoints_and_files_that_are_no_part_of_it_are_left_alone(tmp_path: P
         (root / name).write_bytes(content)
     kept = [root / "iter_0000010", root / "runs" / "b", tmp_path / "other"]
     before = [contents(place) for place in kept]
-    save_over(root, "x")
+    save_over(root, "x", "linked_array")  # only the link is replaced
 
     assert [contents(place) for place in kept] == before
+    assert not (root / "linked_array").is_symlink()
     found = contents(root)
     assert {name: found[name] for name in extra} == extra
     assert not (root / "w").exists()

@@ -136,6 +136,7 @@ def test_a_lost_or_damaged_index_says_the_remedy_which_works(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     save(tmp_path)
+    (tmp_path / "packs" / "notes.txt").write_bytes(b"mine")
     whole = files(tmp_path)
     damage(tmp_path)
     with pytest.raises((CorruptCheckpointError, IncompleteCheckpointError), match="rebuild-index"):

@@ -370,6 +370,7 @@ FORGED: dict[str, Callable[[IndexParts], Any]] = {
     "too many packs": of_root("num_packs", 1 << 70),
     "no list of packs": of_root("packs", []),
     "no list of arrays": of_root("arrays", 5),
+    "a segment of huge size": lambda parts: parts.root["arrays"].append(["z", 1, None, 0, HUGE, ""]),
     "a common state of huge size": of_root("common", [0, 0, 0, HUGE]),
     "a common state without digests": of_root("common", [0, 0, HUGE, 5]),
     "an object in no pack": of_object(3, 9),
@@ -390,6 +391,15 @@ def two_blocks() -> dict[str, Any]:
     }
     tensors["v"] = ShardedTensor.from_rank_offsets("other", values[:4].clone())
     return tensors | {"o": ShardedObject("o", {"n": 1}, (1,), (0,)), "iteration": 7}
+
+
+def test_a_segment_of_one_array_tells_the_box_around_its_blocks(tmp_path: Path) -> None:
+    tensors = two_blocks()
+    boxes: list[Any] = []
+    for name, kept in {"one array": "01o", "two arrays": "01vo"}.items():
+        dist_ckpt_strategies.save({key: tensors[key] for key in kept}, tmp_path / name)
+        with_index(tmp_path / name, lambda parts: boxes.append(parts.root["arrays"][0][2]))
+    assert boxes == [[[0, 0], [8, 6]], None]
 
 
 def read_all(root: Path) -> None:
