@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointExistsError, IncompleteCheckpointError
+from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.checkpoints import contents, write_array, write_marker, write_object
 
@@ -151,3 +152,25 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     write_marker(tmp_path, "torch_dist")
     save_over(tmp_path, "w")
     assert contents(tmp_path).keys() == ours | {"mine.distcp"}
+
+
+@pytest.mark.parametrize("backend", [("zarr", 1), ("safetensors", 1)], ids=str)
+def test_arrays_and_objects_of_a_prefix_are_removed_and_the_rest_stays(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, torch.full((4,), float(number)))
+        for number, key in enumerate(("w.a", "w.b", "a.w.", "v"))
+    }
+    state |= {f"{key} object": ShardedObject(key, key, (1,), (0,)) for key in ("w.o", "o.w.")}
+    dist_ckpt_strategies.save(state | {"iteration": 7}, tmp_path, backend)
+
+    OwnLoadShardedStrategy().remove_sharded_tensors(tmp_path, "w.")
+
+    opened = dist_ckpt_strategies.open(tmp_path)
+    assert {key: array[...].tolist() for key, array in opened.items()} == {
+        "a.w.": [2.0] * 4,
+        "v": [3.0] * 4,
+    }
+    assert dict(opened.objects) == {"o.w./shard_0_1": "o.w."}
+    assert opened.common == {"iteration": 7}
