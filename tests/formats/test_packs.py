@@ -283,6 +283,13 @@ def test_objects_and_long_keys_are_divided_among_packs() -> None:
     assert max(pack.data_start for pack in layout.packs) < 100_000_000
 
 
+def test_a_shard_without_elements_is_not_in_the_way_of_another_with_its_origin() -> None:
+    shards = [ShardSpec(ShardId("w", Region((0,), (n,))), (4,), DType.FLOAT32) for n in (0, 4)]
+    for some in (shards, shards[::-1]):
+        table = lay_out(some, [], None, rank=0, limits=PackLimits()).table
+        assert [table.region(row) for row in range(len(table))] == [Region((0,), (4,))]
+
+
 def test_what_cannot_be_stored_is_refused_by_key() -> None:
     def shard(key: str, offset: int, size: int, shape: int = 8) -> ShardSpec:
         return ShardSpec(ShardId(key, Region((offset,), (size,))), (shape,), DType.INT8)

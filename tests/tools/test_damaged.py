@@ -370,7 +370,7 @@ FORGED: dict[str, Callable[[IndexParts], Any]] = {
     "too many packs": of_root("num_packs", 1 << 70),
     "no list of packs": of_root("packs", []),
     "no list of arrays": of_root("arrays", 5),
-    "a segment of huge size": lambda parts: parts.root["arrays"].append(["z", 1, None, 0, HUGE, ""]),
+    "a huge segment": lambda parts: parts.root["arrays"].append(["z", 1, None, 0, HUGE, ""]),
     "a common state of huge size": of_root("common", [0, 0, 0, HUGE]),
     "a common state without digests": of_root("common", [0, 0, HUGE, 5]),
     "an object in no pack": of_object(3, 9),
