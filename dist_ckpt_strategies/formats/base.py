@@ -126,10 +126,10 @@ class CheckpointOverBase(PackCheckpoint):
         return super().blocks(key) if key in self._own else self.base.blocks(key)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See PackCheckpoint; those of the base come first."""
+        """See PackCheckpoint."""
         wanted = set(keys)
         found = self.base.find(wanted - self._own) if wanted - self._own else {}
-        return found | super().find(wanted & self._own)
+        return dict(sorted((found | super().find(wanted & self._own)).items()))
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """See PackCheckpoint."""
