@@ -170,7 +170,7 @@ class PackStorageWriter(Placed, StorageWriter):
 
         before, self._committed = self._committed, frozenset()
         compared_all = [how if name in before else None for name, how in filter(None, repeats)]
-        has_trained = judged(str(self.checkpoint_id), compared_all, is_first=True)
+        has_trained = judged(compared_all, is_first=True)
 
         def make_visible() -> CheckpointError | None:
             place = place_of(self._root)

@@ -264,7 +264,7 @@ def finish_save(
     try:
         answers = run_and_gather(comm, describe)  # 2
         repeats = [how for *_, how in answers]
-        has_trained = judged(ends[0].place, repeats, is_first=comm.rank == 0)
+        has_trained = judged(repeats, is_first=comm.rank == 0)
         run_collectively(comm, publish)  # 3
     except (PeerLostError, PeerTimeoutError):
         raise

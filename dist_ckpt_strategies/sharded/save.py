@@ -333,7 +333,7 @@ def finish_save(
     try:
         summaries, may_be_visible = run_and_gather(comm, summarize, is_sparse=True), True  # 2
         repeats = [how for _, how in filter(None, summaries)]
-        has_trained = judged(str(store), repeats, is_first=comm.rank == 0)
+        has_trained = judged(repeats, is_first=comm.rank == 0)
         limit = Deadline.after(ENDING * started.options.timeout_s)
         act = partial(run_within, limit, store, make_visible)
         failure, *_ = run_and_gather(comm, act, is_sparse=True)  # 3

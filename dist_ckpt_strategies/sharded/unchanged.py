@@ -114,7 +114,8 @@ def compared(last: LastSave | None, now: LastSave, on_unchanged: str) -> Message
         still = table.array[is_counted & ~has_changed].tolist()
         largest = max(((sizes[n], table.keys[n]) for n in still), default=(0, ""))
         told.append([int(is_counted.sum()), len(still), bool(is_changed.any()), largest])
-    return [last.place, last.has_trained, last.others != now.others, on_unchanged, *told]
+    has_others = last.others != now.others
+    return [last.place, now.place, last.has_trained, has_others, on_unchanged, *told]
 
 
 def _same_blocks(one: BlockTable, other: BlockTable) -> bool:
@@ -126,23 +127,22 @@ def _same_blocks(one: BlockTable, other: BlockTable) -> bool:
     )
 
 
-def judged(place: str, told: Sequence[Message], *, is_first: bool) -> bool:
+def judged(told: Sequence[Message], *, is_first: bool) -> bool:
     """Whether a weight has changed since the save before, or between earlier ones.
 
-    The first rank logs a warning if the save at ``place`` repeats the last one. Every rank comes to
-    the same verdict by what all that write have ``told``: what ``compared`` has returned.
+    The first rank logs a warning if the save repeats the last one. Every rank comes to the same
+    verdict, by nothing but what all that write have ``told``: what ``compared`` has returned.
 
     Raises:
         PlanError: the save repeats the last one, and the option of a rank says so; on every rank.
     """
     if None in told or not told:
-        logger.debug("%s: not comparable with the save before", place)
-        return False
-    places, trained, others, options, *kinds = zip(*told, strict=True)
-    weights, moments = map(_Sum.of, kinds)
-    if not _is_another_step(places[0], place, has_changed=any(others)):
+        return False  # not comparable
+    befores, places, trained, others, options, *kinds = zip(*told, strict=True)
+    before, place, (weights, moments) = befores[0], places[0], map(_Sum.of, kinds)
+    if not _is_another_step(before, place, has_changed=any(others)):
         return any(trained)  # as of two models that are saved at one step
-    text = _repeated(place, places[0], weights, moments, has_trained=any(trained))
+    text = _repeated(place, before, weights, moments, has_trained=any(trained))
     if text and OnUnchanged.RAISE in options:
         raise PlanError(f"{text}; nothing was committed")
     if text and is_first and OnUnchanged.WARN in options:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.errors import MissingDependencyError
+from dist_ckpt_strategies.errors import MissingDependencyError, StorageError, text_of
 from dist_ckpt_strategies.tools.lazy_array import LazyArray
 
 _METADATA = "zarr.json"
@@ -52,7 +52,11 @@ class _ZarrFiles(Mapping[str, Any]):
             group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
             content = json.dumps(group).encode()
         else:
-            content = _chunk_content(*self._chunk(name))
+            array, starts = self._chunk(name)  # a KeyError is a chunk of zeros for zarr-python
+            try:
+                content = _chunk_content(array, starts)
+            except KeyError as error:
+                raise StorageError(f"{array.key}: {text_of(error)}", key=array.key) from error
         return self._buffer.from_bytes(content)
 
     def __iter__(self) -> Iterator[str]:

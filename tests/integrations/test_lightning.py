@@ -15,7 +15,7 @@ boring = pytest.importorskip("lightning.pytorch.demos.boring_classes")
 
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
-from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager  # noqa: E402
+from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager  # noqa: E402
 from dist_ckpt_strategies.errors import StrategyError  # noqa: E402
 from dist_ckpt_strategies.inprocess import (  # noqa: E402
     CheckpointlessAbortManager,
@@ -38,6 +38,7 @@ from dist_ckpt_strategies.integrations.lightning_state import (  # noqa: E402
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
 from tests.integrations.lightning_training import QUIET, Model, fit, loader, notes  # noqa: E402
+from tests.support.ranks import RankDiedError, run_processes  # noqa: E402
 from tests.support.restarts import Wrappers, run_respawned  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
@@ -161,6 +162,42 @@ def test_a_manager_of_all_tiers_asks_memory_first(tmp_path: Path) -> None:
 
     assert run_alone(tmp_path / "faults", faults, LOOPS[0], is_tiered=True) == undisturbed
     assert notes(tmp_path / "faults", "start") == {(0, 0, None), (0, 3, 3), (0, 6, 6)}
+
+
+def is_preempted(rank: int, root: Path, preempted_in: int | None) -> Any:
+    """Body of a rank, without a wrapper: the iteration that it began at, its losses and the end."""
+    under_torchrun(2)
+    torch.manual_seed(rank)
+    policy, options = SavePolicy(every_steps=2, keep_last=2), ManagerOptions(timeout_s=60)
+    callback = TieredCheckpointCallback(
+        TieredCheckpointManager(root / "run", policy=policy, options=options)
+    )
+    lines = root / f"lines{rank}"
+    lines.unlink(missing_ok=True)
+    model = Model(lines, 0.0, preempted_in)  # random numbers are not in these checkpoints
+    strategy = DDPStrategy(find_unused_parameters=True)
+    loops: Any = {"devices": 2, "strategy": strategy, "max_steps": 9, "max_epochs": -1}
+    state = fit(model, root, loader(32, shuffle=True), callbacks=[callback], **loops)
+    return callback.loaded and callback.loaded.iteration, lines.read_text().splitlines(), state
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+def test_a_preempted_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    for name in ("preempted", "undisturbed"):
+        (tmp_path / name).mkdir()
+    saved = TieredCheckpointManager(tmp_path / "preempted" / "run")
+    first = run_processes(2, is_preempted, tmp_path / "preempted", 4)
+    assert saved.all_steps()[-1] == 5  # in the second epoch
+    second = run_processes(2, is_preempted, tmp_path / "preempted", None)
+    undisturbed = run_processes(2, is_preempted, tmp_path / "undisturbed", None)
+
+    assert [isinstance(one, RankDiedError) and one.exit_code for one in first] == [143, 143]
+    for one, whole in zip(second, undisturbed, strict=True):
+        assert (one[0], whole[0]) == (5, None)
+        assert one[1] == whole[1][5:]
+        assert one[2] == whole[2]
+    assert saved.all_steps() == [6, 8]
 
 
 Callback: Any = pl.Callback

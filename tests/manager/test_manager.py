@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import re
 import resource
 import shutil
@@ -36,7 +37,7 @@ from dist_ckpt_strategies import (
 )
 from dist_ckpt_strategies.config import JOB
 from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError
-from dist_ckpt_strategies.local import LocalCheckpointManager
+from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.local.clique_worlds import once
@@ -48,6 +49,7 @@ from tests.support.system_calls import before_calls
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
+NUM_STEPS = 120
 TRACKER = "latest_checkpointed_iteration.txt"
 OPTIONS = ManagerOptions(timeout_s=40.0, lease_s=8.0)
 
@@ -87,6 +89,48 @@ def in_threads() -> None:
     """Writer processes take seconds to start, in each attempt again."""
     os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
     os.environ["DIST_CKPT_TIMEOUT_S"] = "40"
+
+
+def trains(rank: int, root: str, kill: tuple[int, int, float] | None) -> Any:
+    """Body of a rank: go on from what there is; one is killed after so many steps and seconds."""
+    in_threads()
+    training = Training()
+    node = LocalCheckpointManager(
+        Path(root) / f"node{rank}", repl_strategy=LazyCliqueReplicationStrategy(1, 2)
+    )
+    policy = SavePolicy(every_steps=20, local_every_steps=6, keep_last=2)
+    with TieredCheckpointManager(
+        Path(root) / "global", local=node, policy=policy, options=OPTIONS
+    ) as manager:
+        loaded = training.resume(manager)
+        first = training.num_done
+        while training.num_done < NUM_STEPS:
+            if kill is not None and kill[:2] == (rank, training.num_done - first):
+                threading.Timer(kill[2], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            training.step()
+            time.sleep(0.004)
+            manager.save(training.num_done, training.state_dict)
+    return training.rows, loaded and (loaded.tier, loaded.iteration)
+
+
+def test_a_training_killed_at_random_times_ends_with_the_same_bits(tmp_path: Path) -> None:
+    rng = random.Random(23)
+    after = [65, *rng.choices(range(40), k=3)]  # steps; by the first time there are saves
+    for num_steps in after:
+        victim = rng.randrange(2)
+        run_processes(2, trains, str(tmp_path), (victim, num_steps, rng.uniform(0, 0.1)))
+        if rng.random() < 0.5:  # the node is lost, too
+            shutil.rmtree(tmp_path / f"node{victim}", ignore_errors=True)
+    results = run_processes(2, trains, str(tmp_path), None)
+    whole = run_processes(2, trains, str(tmp_path / "undisturbed"), None)
+
+    assert [where for _, where in whole] == [None, None]
+    for (rows, where), (expected, _) in zip(results, whole, strict=True):
+        assert torch.equal(rows, expected)
+        assert where is not None
+    steps = TieredCheckpointManager(tmp_path / "global").all_steps()
+    assert steps == [NUM_STEPS - 20, NUM_STEPS]
+    assert not list((tmp_path / "global").glob(".dist-ckpt-lock-*"))
 
 
 class Shared:
