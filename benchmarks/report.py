@@ -34,6 +34,7 @@ BENCHMARKS: Final = {
     "async_save": ("--size", "0.5"),
     "tools": (),
     "object_stores": ("--size", "0.5"),
+    "growth": (),
     "recovery_overhead": (),
     "recovery_faults": (),
     "planning": (),

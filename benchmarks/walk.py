@@ -63,9 +63,9 @@ def walk(strategy: tuple[str, int], root: Path) -> dict[str, dict[str, Any]]:
     """
     save, load = dist_ckpt_strategies.save, dist_ckpt_strategies.load
     save(_state(), root / "first", strategy)
-    saved = _recorded(lambda: save(_state(), root / "second", strategy))
+    saved = recorded(lambda: save(_state(), root / "second", strategy))
     load(_state(), root / "first")
-    loaded = _recorded(lambda: load(_state(), root / "second"))
+    loaded = recorded(lambda: load(_state(), root / "second"))
     return {"save": saved, "load": loaded}
 
 
@@ -77,7 +77,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _recorded(call: Callable[[], object]) -> dict[str, Any]:
+def recorded(call: Callable[[], object]) -> dict[str, Any]:
     """Functions and files of the package that run, on any thread, and torch's collectives."""
     functions: set[tuple[str, str, int]] = set()
     collectives: Counter[str] = Counter()

@@ -19,6 +19,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"dist-ckpt-strategies {release}"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]

@@ -8,19 +8,29 @@ from typing import Any, Final
 
 from benchmarks.page.figures import Bar, Figure, Panel
 from benchmarks.page.results import Found, find_results
-from benchmarks.page.subjects import GOALS, PLAIN_STREAM, SUBJECTS, Row, Spread, Subject
+from benchmarks.page.subjects import GOALS, PLAIN_STREAM, QUESTIONS, SUBJECTS, Row, Spread, Subject
 
 FIGURES_NAME: Final = "measured"
 """Directory of the figures, beside the page."""
 
 STEMS: Final = (
     *dict.fromkeys(subject.stem for subject in SUBJECTS),
-    *("recovery_faults", "recovery_overhead", "planning"),
+    *("growth", "recovery_faults", "recovery_overhead", "planning"),
 )
 """Benchmarks that the page is about: names of their scripts, and beginnings of their files."""
 
 _HEAD: Final = """\
 # Measurements
+
+Is it faster? Medians of rounds in which both take turns, on two cores that all ranks share. This
+package digests all that it writes and verifies all that it reads; the others do neither."""
+
+_YOURS: Final = """\
+More than 1 is in favour of this package. On your storage, in two minutes:
+[`dist-ckpt bench DIR`](cli.md#bench)."""
+
+_METHOD: Final = """\
+## How it is measured
 
 `python benchmarks/report.py page` generates this page from the files in `benchmarks/results`;
 `benchmarks/README.md` describes each benchmark.
@@ -55,14 +65,13 @@ def build_page(results: Path) -> tuple[str, list[Figure]]:
         for subject in SUBJECTS
         if subject.figure and rows[subject.title]
     ]
-    parts = [_HEAD]
+    parts = [_HEAD, *_answers(rows)]
     if panels := _summary_panels(rows[SUBJECTS[0].title]):
         figures.append(Figure("summary", "seconds (lower is better)", panels, None))
         parts.append(_SUMMARY)
+    parts.append(_METHOD)
     if missing := [f"`{stem}.py`" for stem in STEMS if not found[stem].lines]:
         parts.append(f"**Not measured yet:** {', '.join(missing)}.")
-    if all(row.candidate != "packs" for row in rows[SUBJECTS[0].title]):
-        parts.append("**Packs are not measured here yet**; runs were of the commits listed below.")
     parts += [*_runs(found), *_goals(rows)]
     for subject in SUBJECTS:
         parts += _subject(subject, rows[subject.title])
@@ -114,6 +123,20 @@ def _machine(run: Mapping[str, Any]) -> str:
         f"{machine['memory_nbytes'] / 1e9:.0f} GB, kernel {machine['kernel']}; "
         f"Python {run['python']}, {versions}"
     )
+
+
+def _answers(rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    lines = []
+    for question in QUESTIONS:
+        of_stem = [r for s in SUBJECTS if s.stem == question.stem for r in rows[s.title]]
+        if pair := question.rows(of_stem):
+            ours, theirs = pair
+            times = 1 / ours.ratios[question.theirs].median
+            seconds = [_number(row.seconds.median) for row in pair]
+            lines.append([question.text, f"{times:.2g}", *seconds, theirs.candidate])
+    if lines:
+        yield table(("", "times as fast", "this package, s", "other, s", "other"), lines)
+        yield _YOURS
 
 
 def _goals(rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
@@ -259,6 +282,43 @@ def _overhead_table(overhead: Found) -> Iterator[str]:
         yield table(("without faults", "ms per step", "added", "of a step of 0.5 s"), rows)
 
 
+_GROWTH: Final = (
+    "Each rank holds 16 MiB, rows of 64 arrays; of each figure the most of any rank. Calls include "
+    "those of gloo's sockets. None of this depends on how busy the machine is. Samples: "
+    "`benchmarks/results/growth.jsonl`."
+)
+
+
+def _growth_table(found: Found) -> Iterator[str]:
+    rows = []
+    lines = sorted(
+        found.of_kind("growth"),
+        key=lambda line: (line["call"] == "load", line["candidate"], line["num_ranks"]),
+    )
+    for line in lines:
+        most = line["most"]
+        moved = most["written_nbytes"] if line["call"] == "save" else most["read_nbytes"]
+        calls = most["write_calls"] + most["read_calls"]
+        rows.append(
+            [
+                line["call"],
+                line["candidate"],
+                str(line["num_ranks"]),
+                str(most["files"]),
+                f"{moved / (1 << 20):.1f}",
+                f"{calls:,}",
+                str(most["collectives"]),
+                f"{most['peak_nbytes'] / (1 << 20):.1f}",
+            ]
+        )
+    if rows:
+        yield "## Growth with the ranks"
+        yield _GROWTH
+        titles = ("call", "candidate", "ranks", "files", "MiB moved per rank")
+        more = ("read and write calls", "collectives", "memory, MiB")
+        yield table((*titles, *more), rows, num_left=2)
+
+
 def _planning_table(found: Found) -> Iterator[str]:
     rows = [
         [
@@ -278,6 +338,7 @@ def _planning_table(found: Found) -> Iterator[str]:
 
 
 _TABLES: Final[Mapping[str, Callable[[Found], Iterator[str]]]] = {
+    "growth": _growth_table,
     "recovery_faults": _recovery_tables,
     "recovery_overhead": _overhead_table,
     "planning": _planning_table,

@@ -218,6 +218,59 @@ SUBJECTS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A line of the first table: this package beside what the reader has today.
+
+    Compared are the candidates ``ours`` and ``theirs``, one of which is the other's baseline or
+    peer, in the first row on a disk, or in memory if there is none, of a step and case that begin
+    so.
+    """
+
+    text: str
+    stem: str
+    ours: str
+    theirs: str
+    step: str
+    case: str = ""
+
+    def rows(self, rows: Sequence[Row]) -> tuple[Row, Row] | None:
+        """Our row and theirs; None if they are not measured."""
+        fitting = [r for r in rows if r.step == self.step and r.label.startswith(self.case)]
+        for ours in sorted(fitting, key=lambda row: row.fields["file_system"] == "tmpfs"):
+            for theirs in fitting:
+                is_pair = (ours.candidate, theirs.candidate) == (self.ours, self.theirs)
+                if is_pair and theirs.fields == ours.fields and self.theirs in ours.ratios:
+                    return ours, theirs
+        return None
+
+
+QUESTIONS: Final = (
+    Question("save, until it is on the disk", "save_load", "packs", TORCH_DIST, "durable save"),
+    Question("load, from the disk", "save_load", "packs", TORCH_DIST, "load cold"),
+    Question("load, from the page cache", "save_load", "packs", TORCH_DIST, "load warm"),
+    Question("training stops for a background save", "async_save", "packs", "torch_dist, queue",
+             "blocking"),
+    Question("save of 10,000 small arrays", "many_shards", "packs", TORCH_DIST, "save",
+             "from arrays"),
+    Question("load of 48 x 128 experts", "many_shards", "packs", TORCH_DIST, "load",
+             "from experts"),
+    Question("load of TP 2 at TP 4, from the disk", "reshard", "packs", TORCH_DIST, "load cold",
+             "TP2 to TP4"),
+    Question("load by two ranks that want the same", "two_stage", "two-stage, packs", PARALLEL,
+             "load warm"),
+    Question("FSDP2: save, until it is on the disk", "dcp", "packs", FILE_SYSTEM_WRITER,
+             "durable save"),
+    Question("FSDP2: load, from the disk", "dcp", "packs", FILE_SYSTEM_WRITER, "load cold"),
+    Question("local save with a copy at a peer", "local_replicated", "local manager",
+             FLUSHED_NVRX, "save"),
+    Question("local load after a lost directory", "local_replicated", "local manager",
+             FLUSHED_NVRX, "recovery"),
+    Question("save to an object store", "object_stores", "packs", "tensorstore put", "save"),
+    Question("load from an object store", "object_stores", "packs", "tensorstore put", "load"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Goal:
     """The largest value that is good enough, for the rows of a candidate in a subject.
 

@@ -79,6 +79,7 @@ def test_every_candidate_is_measured_or_reported_as_missing(
 @pytest.mark.parametrize(
     ("script", "kind", "takes_directory"),
     [
+        ("growth.py", "growth", True),
         ("walk.py", "walk", True),
         ("planning.py", "planning", False),
         ("pack_format.py", "range", True),
