@@ -28,6 +28,9 @@ PAGE: Final = _HERE.parent / "docs" / "measured.md"
 
 BENCHMARKS: Final = {
     "save_load": ("--size", "0.5", "--size", "2"),
+    "dcp": (),
+    "one_process": (),
+    "many_shards": (),
     "two_stage": ("--size", "0.5"),
     "reshard": ("--size", "0.5"),
     "local_replicated": (),

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.cli.bench import BASELINE
 TORCH_DIST: Final = "torch_dist"
 PLAIN_STREAM = "one stream, not flushed"
 FILE_SYSTEM_WRITER: Final = "FileSystemWriter"
+ORBAX: Final = "Orbax"
 READ_SHARES, SEND_SHARES = "raw read", "gloo exchange"
 PARALLEL, LOCAL_BASELINE, MEMCPY = "fully parallel", "baseline", "memcpy"
 NVRX, FLUSHED_NVRX = "nvrx", "nvrx, flushed"
@@ -94,7 +95,7 @@ class Subject:
 
     def _rows(self, fields: dict[str, Any], step: str, samples: list[Line]) -> Iterator[Row]:
         baseline, name = self.baseline, "seconds"
-        if self.stem in {"save_load", "dcp"} and step == "save":
+        if self.stem in {"save_load", "dcp", "one_process"} and step == "save":
             is_disk = fields["file_system"] != "tmpfs"
             step, name = ("durable save", "durable_seconds") if is_disk else (step, name)
             baseline = baseline if is_disk else PLAIN_STREAM
@@ -140,6 +141,14 @@ SUBJECTS: Final = (
         "own, which has no digests.",
         BASELINE,
         FILE_SYSTEM_WRITER,
+    ),
+    Subject(
+        "one_process",
+        "One process, beside Orbax",
+        "Baseline: as for saves and loads. Orbax's StandardCheckpointer has numpy arrays and its "
+        "default settings, and returns new arrays, which are copied into the tensors.",
+        BASELINE,
+        ORBAX,
     ),
     Subject(
         "two_stage",
@@ -261,6 +270,9 @@ QUESTIONS: Final = (
     Question("FSDP2: save, until it is on the disk", "dcp", "packs", FILE_SYSTEM_WRITER,
              "durable save"),
     Question("FSDP2: load, from the disk", "dcp", "packs", FILE_SYSTEM_WRITER, "load cold"),
+    Question("one process: save, until it is on the disk", "one_process", "packs", ORBAX,
+             "durable save"),
+    Question("one process: load, from the disk", "one_process", "packs", ORBAX, "load cold"),
     Question("local save with a copy at a peer", "local_replicated", "local manager",
              FLUSHED_NVRX, "save"),
     Question("local load after a lost directory", "local_replicated", "local manager",

@@ -16,6 +16,7 @@ from benchmarks import (
     dcp,
     local_replicated,
     object_stores,
+    one_process,
     reshard,
     save_load,
     tools,
@@ -55,6 +56,7 @@ def lines_of(
     [
         ("save_load.py", (), save_load.MAKERS),
         ("dcp.py", (), dcp.MAKERS),
+        ("one_process.py", (), one_process.MAKERS),
         ("async_save.py", (), async_save.MAKERS),
         ("two_stage.py", ("--ranks", "3"), two_stage.NAMES),
         ("reshard.py", ("--move", "2 rows to 2 columns"), reshard.MAKERS),
