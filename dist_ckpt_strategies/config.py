@@ -48,14 +48,14 @@ def limit_of_wait(timeout_s: float) -> float:
 
 
 class Verify(StrEnum):
-    """What a load of packs compares with their digests."""
+    """How much a load of packs compares with their digests."""
 
     OFF = "off"
     READ = "read"
 
 
 class OnUnchanged(StrEnum):
-    """What a save does whose content stands still since the one before."""
+    """Reaction of a save that repeats the one before."""
 
     WARN = "warn"
     RAISE = "raise"
@@ -63,7 +63,7 @@ class OnUnchanged(StrEnum):
 
 
 class Credentials(StrEnum):
-    """Where the credentials for S3 come from; TensorStore reads them."""
+    """Source of the credentials for S3; TensorStore reads them."""
 
     DEFAULT = "default"
     ENVIRONMENT = "environment"

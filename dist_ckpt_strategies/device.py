@@ -1,4 +1,4 @@
-"""Where tensors live: views of host memory, pinned memory, copies and waits on a device.
+"""Host and device memory: views, pinned memory, copies and waits on a device.
 
 Nothing here touches CUDA unless a tensor at hand is a CUDA tensor. The default device, which a
 training script may have set, is never used.
@@ -82,7 +82,7 @@ def synchronize_gpu(device: int) -> None:
 
 
 def gpu_memory_nbytes() -> int:
-    """What torch has allocated on the current device; 0 if this process has not used CUDA."""
+    """Bytes that torch has allocated on the current device; 0 if CUDA was not used."""
     return int(torch.cuda.memory_allocated()) if uses_cuda() else 0
 
 
@@ -181,7 +181,7 @@ def require_plain(tensor: object, *, key: str, is_filled: bool = False) -> None:
 
 
 def lacking_storage(tensor: torch.Tensor) -> str:
-    """What a tensor lacks that is on the meta device, or reaches beyond its storage, in words.
+    """Describes what is missing of a tensor on the meta device, or one that exceeds its storage.
 
     Empty of any other, and of one that has another layout than a dense one.
     """

@@ -29,7 +29,7 @@ class CheckpointError(Exception):
 
     @property
     def message(self) -> str:
-        """What went wrong, without the rank."""
+        """The text without the rank."""
         return str(self.args[0])
 
     def at_rank(self, global_rank: int) -> Self:
@@ -176,7 +176,7 @@ class MissingDependencyError(CheckpointError, ImportError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says; some classes of others cannot say it, and raise instead."""
+    """The text of an error, even if its ``str`` raises."""
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - whatever a foreign ``__str__`` raises
@@ -189,7 +189,7 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
 
 
 def similar_text(name: str, known: Sequence[str]) -> str:
-    """What follows an error about a name that is not there: similar ones, if there are."""
+    """The end of a message about an unknown name: similar names, if any."""
     near = difflib.get_close_matches(name, known, n=3)
     return f"; similar ones: {', '.join(near)}" if near else ""
 
@@ -255,7 +255,7 @@ def error_from_peer(
 
 
 def kind_of(error: CheckpointError) -> str:
-    """What ``error_from_peer`` makes the same class of: the class that a handler would choose by.
+    """The class by which a handler chooses; ``error_from_peer`` makes an error of the same class.
 
     Classes that an adapter made come down to ours, and what a peer reported to what it reported.
     """

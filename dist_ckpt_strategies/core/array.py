@@ -1,4 +1,4 @@
-"""What is stored and what is held: arrays, their shards and objects, as frozen values."""
+"""Arrays, shards and objects, stored or in memory, as frozen values."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ def _problem(key: str) -> str | None:
 
 
 def _collision(key: str, array_keys: frozenset[str]) -> str | None:
-    """Where the key's directory would take the place of a file of an array above it."""
+    """Describes the file of another array in the place of the key's directory; None without one."""
     parts = key.split("/")
     for depth in range(1, len(parts)):
         above = "/".join(parts[:depth])

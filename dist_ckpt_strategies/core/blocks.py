@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("<QQQ")
 
 @dataclass(frozen=True, slots=True)
 class ArrayFacts:
-    """What all shards of an array have to agree on: its dtype by torch's name, and its shape."""
+    """An array's dtype, by torch's name, and shape; all its shards must agree on them."""
 
     dtype: str
     shape: Shape

@@ -137,7 +137,7 @@ def _first_gap(shape: Shape, low: Column, high: Column) -> Shape:
 
 
 def _held_by(key: str, shape: Shape, element: Shape, copies: Sequence[Copies]) -> str:
-    """Who has a copy of the element, in words."""
+    """The ranks that hold the element, in words."""
     ranks: set[int] = set()
     for holders, table in copies:
         if key not in table.keys or table.facts[table.keys.index(key)].shape != shape:

@@ -1,4 +1,4 @@
-"""What a save or load did, in numbers."""
+"""Numbers that saves and loads report."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +16,7 @@ def figures(report: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SaveMetrics:
-    """What a TieredCheckpointManager did: one save, load, skip or failure of all ranks.
+    """One save, load, skip or failure of a TieredCheckpointManager, of all ranks.
 
     Times of a save are those of the slowest rank, others those of rank 0. What does not apply is 0.
 

@@ -34,7 +34,7 @@ BASE = "base"
 
 
 class NamedBase(TypedDict):
-    """What an index says of a base: absolute directory or URL, and the digest of its index."""
+    """A base as an index names it: absolute directory or URL, and the digest of its index."""
 
     path: str
     digest: str
@@ -108,7 +108,7 @@ def layers(checkpoint: PackCheckpoint) -> Iterator[PackCheckpoint]:
 
 
 class CheckpointOverBase(PackCheckpoint):
-    """What a checkpoint holds, and of its ``base`` all the rest; see PackCheckpoint."""
+    """A checkpoint completed by its ``base``; see PackCheckpoint."""
 
     def __init__(
         self, root: Location, options: Options, save: OpenedSave, base: PackCheckpoint

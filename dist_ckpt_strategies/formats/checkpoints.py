@@ -141,11 +141,11 @@ class Format1Checkpoint:
         return object_ids(self._root)
 
     def object_path(self, object_id: ObjectId) -> str:
-        """Where one shard of an object is kept, for messages."""
+        """The path or URL of one shard of an object, for messages."""
         return str(object_path(self._root, object_id))
 
     def object_content(self, object_id: ObjectId) -> bytes:
-        """What is stored of one shard of an object, for ``load_content``.
+        """The stored bytes of one shard of an object, for ``load_content``.
 
         Raises:
             ArrayNotFoundError: there is no such shard.
@@ -188,7 +188,7 @@ There are no digests.
 
 
 def block_reads(parts: Sequence[BlockPart]) -> BlockReads:
-    """What reads parts of blocks."""
+    """The reads of parts of blocks."""
     names, starts, keys, shapes, boxes, targets = zip(*parts, strict=True)
     width = max(map(len, shapes))
     place = np.zeros((len(names), 3), np.int64)

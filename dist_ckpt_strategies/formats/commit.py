@@ -41,17 +41,17 @@ OLD_MARKER_NAME = REMOVED_PREFIX + MARKER_NAME
 """The marker of a checkpoint that Megatron-Core's own save has begun to replace."""
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata|integrity\.json")
-"""What torch.distributed.checkpoint and Megatron-Core name files of their own saves."""
+"""File names of torch.distributed.checkpoint's and Megatron-Core's own saves."""
 
 _NUM_THREADS = 16
-"""That flush directories."""
+"""Threads that flush directories."""
 
 _TRASH_NAME = f"{REMOVED_PREFIX}old"
-"""Where in its staging directory a commit moves what it replaces."""
+"""The part of its staging directory to which a commit moves replaced files."""
 
 
 def staging_of(root: Path, save_id: str) -> Directory:
-    """Where a save writes; nothing else does."""
+    """The directory of one save; nothing else writes there."""
     return Directory(root / f"{PARTIAL_PREFIX}{save_id}")
 
 

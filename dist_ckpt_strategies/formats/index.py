@@ -80,7 +80,7 @@ def full_index_of(save_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """What ``index`` holds: the save that counts, and where the root of its full index is.
+    """The content of ``index``: the save that counts, and the place of its full index's root.
 
     Attributes:
         save_id: of the save.
@@ -165,7 +165,7 @@ def array_segments(table: BlockTable) -> list[tuple[bytes, list[Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class PackSummary:
-    """What one rank has written, but for its blocks, which are in the table of its layout.
+    """The packs of one rank; their blocks are in the table of its layout.
 
     Attributes:
         packs: in the order of its layout.
@@ -323,7 +323,7 @@ class FullIndex:
 
     @property
     def common(self) -> StoredBytes | None:
-        """Where the common state is."""
+        """The place of the common state; None if there is none."""
         where = self.facts["common"]
         return None if where is None else StoredBytes(*where)
 
@@ -392,7 +392,7 @@ class FullIndex:
         return self._understood(parse, self._understood(inflated, content), self.facts["num_packs"])
 
     def _understood(self, parse: Callable[..., T], *parts: Any) -> T:
-        """What is made of a part; CorruptCheckpointError if it is not what it should be."""
+        """Parse a part; CorruptCheckpointError if it is malformed."""
         try:
             return parse(*parts)
         except (*MALFORMED, zlib.error) as error:

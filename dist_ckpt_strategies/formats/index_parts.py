@@ -1,4 +1,4 @@
-"""What the parts of a full index have to be: they have their digests, yet a writer may err. Pure.
+"""Checks of the parts of a full index: digests match, but the writer may have erred. Pure.
 
 Each function raises one of ``MALFORMED`` where a part is something else.
 """

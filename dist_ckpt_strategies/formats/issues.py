@@ -1,4 +1,4 @@
-"""What a scan of a checkpoint gives: what the checkpoint holds, and what is wrong with it."""
+"""The result of a scan of a checkpoint: its contents and its issues."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class FileCheck:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
+    """The contents and issues of a checkpoint, by names, sizes and metadata.
 
     Arrays, objects and issues are sorted by key.
 
@@ -190,7 +190,7 @@ def missing_common(path: str = COMMON_NAME) -> Issue:
 
 
 def compared(check: FileCheck, files: Mapping[str, int | None]) -> Iterator[Issue]:
-    """What is wrong with a file by its name and size; ``files`` are those that are there."""
+    """Issues of a file by its name and size; ``files`` are those that exist."""
     if check.name not in files:
         yield Issue(Problem.MISSING_FILE, check.key, check.name, check.expected, NO_FILE)
     elif (found := files[check.name]) not in {None, check.nbytes}:  # None: a list of names alone

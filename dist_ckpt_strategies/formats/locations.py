@@ -1,4 +1,4 @@
-"""Where a checkpoint is, a directory or a place in an object store, and whether it is whole.
+"""The location of a checkpoint, a directory or URL, and whether the checkpoint is complete.
 
 A location is a Path, absolute, or a Bucket.
 """
@@ -223,7 +223,7 @@ def holds_packs(location: Location) -> bool:
 
 
 def marker_of(store: Place) -> CheckpointMarker | None:
-    """What the marker says; None where there is none, or one that does not parse."""
+    """The marker; None if there is none, or if it does not parse."""
     with suppress(IncompleteCheckpointError, ValueError, TypeError):
         return CheckpointMarker.from_json(store.read(MARKER_NAME))
     return None
@@ -256,7 +256,7 @@ def _marker_content(store: Place) -> bytes | None:
 
 
 def _what_is_there(location: Location) -> str:
-    """What a place without a marker holds, in words that follow."""
+    """Describes the contents of a place without a marker."""
     if isinstance(location, Bucket):
         return ""
     with file_errors(None, location):
@@ -273,7 +273,7 @@ def _what_is_there(location: Location) -> str:
 
 
 def other_contents(root: Path) -> str:
-    """What a directory without a marker holds, in words, if that is nothing of a checkpoint."""
+    """Describes the contents of a directory that has nothing of a checkpoint."""
     names = sorted(path.name for path in root.iterdir())
     if COMMON_NAME in names:
         return ""
@@ -289,7 +289,7 @@ def other_contents(root: Path) -> str:
 
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
-    """What a place with checkpoints of these names is; follows what was expected there."""
+    """Describes a place that has checkpoints of these names below it."""
     found = "1 checkpoint" if len(inner) == 1 else f"{len(inner)} checkpoints"
     return f"it holds {found} ({some_of(inner)}); name one of them"
 

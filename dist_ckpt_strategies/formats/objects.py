@@ -77,7 +77,7 @@ def default_allowed() -> list[Any]:
 
 
 def file_damage(file: IO[bytes]) -> str | None:
-    """What is wrong with the zip archive that ``torch.save`` makes; None where nothing is.
+    """Describes damage of a zip archive that ``torch.save`` made; None if it is whole.
 
     Every record is compared with the archive's own checksum of it, and its entry in the archive's
     directory with what torch's reader takes. Reads the file once, in blocks. Files of the older,
@@ -227,7 +227,7 @@ class _Entry(tuple[Any, str]):
 
 
 def _by_name(found: Any) -> tuple[Any, str]:
-    """What may be unpickled, and the name under which a pickle asks for it."""
+    """An allowed class or function, and its name in a pickle."""
     if isinstance(found, tuple) and list(map(type, found[1:])) == [str]:
         found, name = found
     else:

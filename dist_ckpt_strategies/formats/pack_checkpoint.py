@@ -105,7 +105,7 @@ class OpenedSave:
             )
 
     def read(self, step: Callable[[], T], limit_s: float | None = None) -> T:
-        """What a step reads of it. ``require_current`` comes before an error of the step, too.
+        """Run a step that reads, and return its result; ``require_current`` also runs if it raises.
 
         Packs are looked for again only after one of them was missing.
         """
@@ -123,7 +123,7 @@ class OpenedSave:
 
 
 def pointer_at(root: Location) -> Pointer | None:
-    """What ``index`` says at a place; in a bucket, what it would say of the save that counts."""
+    """The content of ``index``; in a bucket, what it should be for the save that counts."""
     store = place_of(root)
     if isinstance(store, Bucket):
         found = current_save(store)
@@ -192,7 +192,7 @@ class PackCheckpoint:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Those of its packs; see ``pack.UNVERIFIED``."""
+        """Features of its packs; see ``pack.UNVERIFIED``."""
         return tuple(self.index.facts.get("features", ()))
 
     def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
@@ -313,7 +313,7 @@ class PackCheckpoint:
         return self._file(self._object(object_id))
 
     def object_content(self, object_id: ObjectId) -> bytes:
-        """What is stored of one shard of an object; its digest is compared.
+        """The stored bytes of one shard of an object, compared with their digest.
 
         Raises:
             ArrayNotFoundError: there is no such shard.

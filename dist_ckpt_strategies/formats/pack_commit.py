@@ -61,7 +61,7 @@ _NUM_THREADS = 16
 
 
 def read_pointer(store: Place) -> Pointer | None:
-    """What ``index`` says; None where there is none. CorruptCheckpointError if it is damaged."""
+    """The content of ``index``; None if there is none. CorruptCheckpointError if it is damaged."""
     content = content_of(store, INDEX_NAME)
     return None if content is None else Pointer.from_bytes(content, store.path(INDEX_NAME))
 
@@ -239,7 +239,7 @@ def require_packs(store: Place, packs: Sequence[PackRecord], why: str) -> None:
 
 
 def missing_packs(store: Place, packs: Sequence[PackRecord]) -> list[PackRecord]:
-    """Those of the packs that are gone, or have another size."""
+    """The packs that are gone, or have another size."""
     missing: list[PackRecord] = []
 
     def look(pack: PackRecord) -> None:

@@ -1,4 +1,4 @@
-"""What a pack says of itself: its header, read back and checked, and every byte by its digest."""
+"""Reads and checks the header of a pack, and every byte by its digest."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class OpenedPack:
-    """What a pack says of itself.
+    """The header of a pack, read and checked.
 
     Attributes:
         record: as the index lists it; its name and digest are empty where only the header was read.
@@ -94,7 +94,7 @@ def header_nbytes(start: bytes, path: str) -> int:
 
 
 def parse_header(content: bytes, path: str) -> OpenedPack:
-    """What a pack says of itself; ``content`` is all that stands before the first tensor.
+    """Parse a header; ``content`` is all that stands before the first tensor.
 
     Nothing of it has been compared with a digest yet.
 
@@ -174,7 +174,7 @@ def _parsed(
 
 
 def _after(end: int, first_range: int, name: str, offsets: Sequence[int]) -> StoredBytes:
-    """Where a tensor is that begins at a byte."""
+    """The place of a tensor that begins at a byte."""
     start, stop = offsets
     if start != end or not start <= stop < 1 << 60:
         raise ValueError(f"{name}: bytes {start} to {stop}, expected {end} as the first")
@@ -291,7 +291,7 @@ def verify_pack(
 def _mislisted(
     pack: OpenedPack, listed: BlockTable, objects: Sequence[StoredObject]
 ) -> Iterator[Issue]:
-    """What the index lists in a pack, and the pack does not."""
+    """Issues of blocks that the index lists in a pack, and the pack does not."""
     file = file_of(pack.record.name)
     for key, text in sorted(_blocks(listed) - _blocks(pack.table)):
         yield Issue(Problem.DAMAGED, key, file, f"{text}, as the index says", "no such block")

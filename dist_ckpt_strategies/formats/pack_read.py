@@ -34,7 +34,7 @@ from dist_ckpt_strategies.storage.io_pool import Job, raise_if_cancelled
 from dist_ckpt_strategies.storage.store import Bytes, HostArray
 
 READ_NBYTES = 4 << 20
-"""What a thread reads of a file before it opens the next."""
+"""Bytes that a thread reads of a file before it opens the next."""
 
 _MAX_BUFFERS = 1000
 """Of one call; the system takes 1024."""
@@ -172,7 +172,7 @@ def _named(key_of: Callable[[], str], pack: PackRecord | str) -> Iterator[None]:
 
 
 def _spans(reads: BlockReads, max_nbytes: int) -> list[_Span]:
-    """What is to be read, none larger than ``max_nbytes``.
+    """The spans to read, none larger than ``max_nbytes``.
 
     Where the elements wanted follow each other in the block, and in memory, all but the first and
     the last range go straight there.
@@ -321,7 +321,7 @@ def _read_batch(
 
 
 def _memory(reads: BlockReads, spans: Sequence[_Span], local: threading.local) -> list[Bytes]:
-    """Where spans are read into: the memory of their target, or a part of this thread's buffer."""
+    """Memory for spans: that of their target, or a part of this thread's buffer."""
     needed = sum(nbytes for *_, nbytes, into in spans if into < 0)
     buffer = getattr(local, "buffer", None)
     if buffer is None or buffer.size < needed:  # memory that was never touched is slow

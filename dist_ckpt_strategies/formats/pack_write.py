@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "packs"
 
 _WRITE_NBYTES = 4 << 20
-"""What one call writes: it is in the processor's cache, where its digests were taken."""
+"""Bytes of one write: still in the processor's cache, where its digests were taken."""
 
 _MAX_BUFFERS = 1000
 """Of one call; the system takes 1024."""
@@ -229,7 +229,7 @@ def seal(pack: PackLayout, memory: Bytes, save_id: str, num_packs: int) -> Diges
 
 
 def pack_starts(packs: Sequence[PackLayout]) -> Iterator[int]:
-    """Where each pack begins in memory that holds them all; then the size of that memory."""
+    """The start of each pack in memory that holds them all; then the size of that memory."""
     return accumulate((-(-pack.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES for pack in packs), initial=0)
 
 

@@ -82,7 +82,7 @@ _STARTS = tuple(f"{name}/" for name in _FOLDERS)
 
 
 def scan(place: Location, watch: Watch | None = None) -> Scan:
-    """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
+    """The contents and issues of a checkpoint, by names, sizes and metadata.
 
     Reads no array and no object; ``verify`` compares their bytes. A checkpoint of another sharded
     backend is counted, and not looked into. In format 1 ``watch`` is called with the directories

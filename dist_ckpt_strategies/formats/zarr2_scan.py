@@ -63,10 +63,10 @@ from dist_ckpt_strategies.storage.folders import Folder, read_folder
 _FORMAT1 = ("zarr", 1)
 
 _NUM_THREADS = 8
-"""That read objects of format 1: many small files, on a file system that may be far away."""
+"""Threads that read objects of format 1: many small files, perhaps on a slow file system."""
 
 _READ_NBYTES = 2 << 20
-"""So much stays in the processor's cache."""
+"""Bytes of one read; they stay in the processor's cache."""
 
 _MAX_LISTED = 1000
 """Missing files of one key that have an issue each; one issue stands for more of them."""
@@ -87,7 +87,7 @@ _Part = tuple[Scanned | None, Sequence[FileCheck], Sequence[Issue]]
 
 
 def scan_zarr(root: Path, watch: Watch | None) -> Scan:
-    """What a directory holds, and what is wrong with it; see ``scan.scan``."""
+    """The contents and issues of a directory; see ``scan.scan``."""
     store = Directory(root)
     marker, issues = checked_marker(store, _FORMAT1)
     folders = list(_folders(root, watch))

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 StateDict = dict[Any, Any]
 
 Message = list[Any]
-"""What ranks send each other of a ShardedTensor or ShardedObject, of JSON types."""
+"""Description of a ShardedTensor or ShardedObject for other ranks, of JSON types."""
 
 _NUM_OBJECT_FIELDS = 4
 
@@ -245,7 +245,7 @@ _RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
         StrictHandling.RAISE_ALL: StrictHandling.RETURN_ALL,
     }
 )
-"""What tells the keys for which these raise."""
+"""The handling that returns the keys for which these raise."""
 
 
 mapped_values: Callable[[Callable[[Any], Any], StateDict], StateDict] = dict_list_map_outplace
@@ -253,13 +253,13 @@ parsed_strict: Callable[[str | StrictHandling], StrictHandling] = parse_strict_f
 
 
 StrictOutcome = tuple[StateDict, set[str], set[str]]
-"""What is loaded, and the keys that are missing and unexpected: those that only one side has."""
+"""The loaded state dict, missing keys, unexpected keys."""
 
 
 def split_for_save(
     state_dict: StateDict, content_metadata: dict[str, Any] | None
 ) -> tuple[StateDict, StateDict]:
-    """What is sharded, with factories applied, and what every rank holds alike. Rank-local.
+    """The sharded part, with factories applied, and the common state. Rank-local.
 
     Values that are not persistent are in neither. Padding becomes 0. Raises a PlanError if it is no
     dict.
@@ -278,7 +278,7 @@ def split_for_save(
 
 
 def split_for_load(state_dict: StateDict) -> tuple[StateDict, StateDict, StateDict]:
-    """What is loaded, with factories applied; what is not persistent; the factories. Rank-local.
+    """The part to load, with factories applied; non-persistent objects; factories. Rank-local.
 
     Raises a PlanError if it is no dict.
     """

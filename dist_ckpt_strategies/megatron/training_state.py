@@ -103,7 +103,7 @@ def buffers_of(chunks: Sequence[Any]) -> Tensors:
 
 
 def group_values(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
-    """What the optimizers' groups say beside their parameters: rates, and the step."""
+    """Entries of the optimizers' groups other than parameters: rates, and the step."""
     return [
         [{k: v for k, v in group.items() if k != "params"} for group in part.optimizer.param_groups]
         for part in optimizers

@@ -60,7 +60,7 @@ __all__ = [
     "raises_megatron_errors",
     "serialization",
 ]
-"""What other modules take from here: Megatron-Core's, and what makes our errors be its own."""
+"""Names of Megatron-Core, and those that make our errors instances of its own."""
 
 TENSOR_AWARE_CLASS = (
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict"
@@ -114,7 +114,7 @@ else:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     class SaveShardedStrategy(TorchDistSaveShardedStrategy, _Strategy):
-        """What Megatron-Core's ``save`` takes as it is."""
+        """A strategy that Megatron-Core's ``save`` takes as it is."""
 
         def async_save(self, *_: Any, **__: Any) -> None:
             """Refuse: what is inherited would save torch_dist."""
@@ -197,7 +197,7 @@ def allow_in_common_state(allow: Sequence[Any]) -> None:
 
 
 def registered_strategy(action: StrategyAction, backend: str, version: int) -> Any | None:
-    """What Megatron-Core has under a key; None where there is nothing, or no registry."""
+    """Megatron-Core's strategy for a key; None if there is none, or no registry."""
     if not has_registry():
         return None
     return base.default_strategies[action.value].get((backend, version))

@@ -84,7 +84,7 @@ class BackgroundWork(Generic[T]):
             raise StorageTimeoutError(f"{what} is not done after {timeout_s:g} s")
 
     def result(self) -> T:
-        """What came out, once it has ended; raises what it raised."""
+        """The result, once it has ended; raises its error."""
         return self._future.result(0)
 
     def _run(self) -> None:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kept:
-    """What a strategy keeps from save to save.
+    """State that a strategy keeps from save to save.
 
     ``known`` is what ranks know of each other, ``running`` the last save in the background. For
     these it keeps memory for the copy, and a process that writes it.
@@ -95,7 +95,7 @@ class Kept:
     def writer(
         self, write: Callable[[memoryview], Any], store: Place, options: Options
     ) -> Callable[[], Any]:
-        """What writes the copy, for a thread to call: by the process if there is one."""
+        """The call that writes the copy, for a thread: through the process if there is one."""
         shared, memory = self._shared, self._memory
         process = self.process() if options.writer_process and shared is not None else None
         if process is None or shared is None or isinstance(store, Bucket):

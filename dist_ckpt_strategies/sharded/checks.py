@@ -1,4 +1,4 @@
-"""What is to be saved or loaded, checked among the ranks before anything is written or read."""
+"""Checks among ranks before a save writes or a load reads anything."""
 
 import logging
 from collections import defaultdict

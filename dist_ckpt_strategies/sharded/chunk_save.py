@@ -82,7 +82,7 @@ def _root(started: Started) -> Path:
 
 
 def _staging(started: Started, rank: int) -> Directory:
-    """Where a rank writes: two that hold the same do not meet there."""
+    """The staging directory of one rank: ranks that hold the same shard write to different ones."""
     return Directory(staging_of(_root(started), started.save_id).root / str(rank))
 
 

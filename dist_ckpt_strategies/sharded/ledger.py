@@ -1,4 +1,4 @@
-"""What the first rank knows of the shards of all ranks, and the proof that they make up the arrays.
+"""The first rank's descriptions of all shards, and the proof that they make up the arrays.
 
 Each rank describes its shards once, and again only after they have changed. Shards that are not
 written are described once for all ranks that hold the same.
@@ -28,7 +28,7 @@ from dist_ckpt_strategies.formats.index import array_segments, joined_tables
 from dist_ckpt_strategies.formats.pack import Layout
 
 Description = tuple[int, bytes, bytes, str]
-"""What a rank tells of its shards; equal ones are of equal shards, stored in equal places.
+"""A rank's description of its shards; equal if shards and their places are equal.
 
 How many packs it writes; a table of the shards in them; a table of other replicas that it holds,
 and the digest of that.
@@ -54,7 +54,7 @@ def shard_table(shards: Sequence[ShardSpec], objects: Sequence[ObjectId]) -> byt
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What the first rank has been told, by rank.
+    """Descriptions of all ranks, on the first rank.
 
     Attributes:
         session: an id of this ledger alone; each rank that has told it remembers the id.

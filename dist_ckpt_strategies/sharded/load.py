@@ -63,7 +63,7 @@ class ReadItem:
     is_padded: bool
 
     def part_of(self, tensor: torch.Tensor, num_prepended: int) -> torch.Tensor:
-        """What is read of a tensor that lacks the array's first dims, which are prepended."""
+        """The part of a tensor to read; the array's first dims, which it lacks, are prepended."""
         whole = tensor.detach()[(None,) * num_prepended]
         return whole if self.target is None else whole[self.target.slices()]
 
@@ -109,7 +109,7 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one rank reads of a checkpoint.
+    """The reads of one rank.
 
     Attributes:
         checkpoint: that is read.
@@ -128,7 +128,7 @@ class LoadPlan:
     converted: Conversions
 
     def message(self, validated: Validated | None = None) -> Message:
-        """What the other ranks have to know; ``validated``: the sharding is to be checked."""
+        """Description for the other ranks; with ``validated`` the sharding is checked."""
         own, group = "", None
         if validated is not None:
             own = digest_of(self.messages)
@@ -263,7 +263,7 @@ def matched(
 def conversions(
     tensors: Iterable[Any], stored: Mapping[str, str], *, is_strict: bool
 ) -> Conversions:
-    """What a load of ShardedTensors converts, where ``stored`` names the dtypes of the arrays.
+    """Dtype conversions of a load of ShardedTensors; ``stored`` has the dtypes of the arrays.
 
     With ``is_strict`` raises a PlanError that names the first.
     """

@@ -47,7 +47,7 @@ def run_reads(
 def _divided(
     reads: Sequence[TensorRead],
 ) -> tuple[list[ArrayRead], list[tuple[TensorRead, int]], list[TensorRead]]:
-    """What is read straight into tensors; through other memory, with its size; and what is tied."""
+    """Reads into tensors' own memory; reads through other memory, with its size; tied tensors."""
     direct: list[ArrayRead] = []
     staged: list[tuple[TensorRead, int]] = []
     tied: list[TensorRead] = []

@@ -75,7 +75,7 @@ OBJECT_NBYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one rank has to save. ``tensors`` are shaped like the regions of ``shards``.
+    """The part of one rank in a save. ``tensors`` are shaped like the regions of ``shards``.
 
     Attributes:
         shards: the replicas that are written.
@@ -98,7 +98,7 @@ class Contents:
     features: tuple[str, ...] = ()
 
     def source(self, number: int) -> torch.Tensor | bytes:
-        """What a source of a layout stands for: a tensor, an object, or the common state."""
+        """The tensor, object or common state with a source's number in the layout."""
         if number < len(self.tensors):
             return self.tensors[number]
         number -= len(self.tensors)
@@ -107,7 +107,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is kept from one save for the next, which most often saves the same shards.
+    """State kept from one save for the next, which most often saves the same shards.
 
     Attributes:
         ranks: that save together.
@@ -129,7 +129,7 @@ class Known:
 
 
 class SaveFormat(NamedTuple):
-    """What differs between formats in a save. All functions are rank-local.
+    """The steps of a save that differ between formats. All functions are rank-local.
 
     Attributes:
         name: in words, for messages.
@@ -352,7 +352,7 @@ def finish_save(
 
 
 def _summary(started: Started, packs: Sequence[Written], ends: list[LastSave]) -> Message:
-    """What the others are told of this rank's packs; what is kept of them is put into ``ends``."""
+    """Summary of this rank's packs for the others; their digests are appended to ``ends``."""
     if not packs:
         return None
     layout, last = started.known.layout, started.known.last
@@ -397,7 +397,7 @@ def pack_writer(
     save_id: str = "",
     num_packs: int = 0,
 ) -> Write:
-    """What writes packs to a place. Those to a bucket are in memory twice meanwhile."""
+    """The function that writes packs to a place. Packs for a bucket are in memory twice."""
     num_threads = options.io_threads
     if isinstance(store, Bucket):
         most = options.max_inflight_bytes // (2 * limits_of(store, options).nbytes)

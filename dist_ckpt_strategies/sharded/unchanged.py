@@ -38,7 +38,7 @@ _OTHERS = frozenset(
 
 
 class _Kind(IntEnum):
-    """What an array is, by its key, dtype and size."""
+    """Kind of an array, by its key, dtype and size."""
 
     WEIGHT = 0
     MOMENT = 1
@@ -47,7 +47,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastSave:
-    """What a rank keeps of a save, to compare the next one with.
+    """One rank's digests of a save, to compare the next one with.
 
     Attributes:
         place: of the checkpoint.
@@ -65,7 +65,7 @@ class LastSave:
 
 
 def described_save(place: object, layout: Layout, digests: Sequence[Digests]) -> LastSave:
-    """What a rank has written, by the digests of its packs."""
+    """The LastSave of a rank, from the digests of its packs."""
     table, joined = layout.table, np.concatenate(digests)
     starts = np.cumsum([0, *map(len, digests)])
     counts = _num_ranges(table)
@@ -99,7 +99,7 @@ def _kind(key: str, facts: ArrayFacts) -> _Kind:
 
 
 def compared(last: LastSave | None, now: LastSave, on_unchanged: str) -> Message:
-    """What a rank tells the others of a save and its last one; None: they cannot be compared."""
+    """A rank's comparison of a save with its last one; None if they cannot be compared."""
     if last is None or not _same_blocks(last.table, now.table):
         return None
     table = now.table
@@ -170,7 +170,7 @@ class _Sum:
 
 
 def _repeated(place: str, before: str, weights: _Sum, moments: _Sum, *, has_trained: bool) -> str:
-    """What is wrong with a save, in words; empty: nothing.
+    """Describes how a save repeats the one before; empty if it does not.
 
     Weights that stand still count only after they have moved: before that they may be frozen, or
     the learning rate of the warm-up 0.

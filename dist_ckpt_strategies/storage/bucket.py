@@ -30,7 +30,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _REFUSED = frozenset("?#\\*[]\0")
 
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
-"""What TensorStore appends: codes, ids and the body of the response."""
+"""Codes, ids and the body of the response, which TensorStore appends."""
 
 _NO_CREDENTIALS = re.compile("Failed to (get|create) credentials")
 _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
@@ -38,7 +38,7 @@ _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
 
 
 class Operation(Enum):
-    """What a request was to do, and what an owner has to grant for it, at Amazon and at Google."""
+    """The purpose of a request, and the rights it needs, at Amazon and at Google."""
 
     READ = "read", "s3:GetObject", "storage.objects.get"
     PUT = "put", "s3:PutObject", "storage.objects.create"
@@ -47,7 +47,7 @@ class Operation(Enum):
 
 
 MAX_PUT_NBYTES = 5 << 30
-"""What one request can put, on Amazon's S3 and elsewhere."""
+"""Limit of one PUT, on Amazon's S3 and elsewhere."""
 
 MAX_REQUESTS = 32
 """Under way at the same time, for each rank."""
@@ -117,7 +117,7 @@ class Bucket:
         return self.scheme != "gs"
 
     def __truediv__(self, name: str) -> Bucket:
-        """What lies below this, under a name without a ``/``."""
+        """The place below this one; ``name`` has no ``/``."""
         return replace(self, prefix=f"{self.prefix}{name}/")
 
     def path(self, name: str) -> str:
@@ -240,7 +240,7 @@ class Bucket:
         return self.names(_NOTHING)
 
     def _result(self, future: Any, operation: Operation, path: str) -> Any:
-        """What a request gives, within the time that is set."""
+        """The result of a request, within the time that is set."""
         limit_s = self.options.timeout_s
         try:
             return future.result(timeout=limit_s)
@@ -257,7 +257,7 @@ class Bucket:
             raise self._error(error, operation, path) from error
 
     def _error(self, error: Exception, operation: Operation, path: str) -> StorageError:
-        """What an error of TensorStore's means; its text starts with a status."""
+        """The StorageError for an error of TensorStore, whose text starts with a status."""
         text, short = str(error), _DETAIL.sub("", str(error))
         status = text.partition(":")[0]
         if any(phrase in text for phrase in _NO_BUCKET):
@@ -292,7 +292,7 @@ class Bucket:
         return StorageError(f"{path}: {short}", path=path)
 
     def _why_not(self) -> str:
-        """What a single short try says; TensorStore keeps to itself why it tries again."""
+        """The error of a single short try; TensorStore does not say why it tries again."""
         options = replace(self.options, max_retries=1)
         probe = self._open(self._spec(options))
         future = probe.list(range=_kv_store().KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
@@ -356,7 +356,7 @@ SCHEMES = {"s3": Bucket, "gs": Bucket}
 """The class of each scheme; docs/contributing.md shows how to add one."""
 
 Place = Directory | Bucket
-"""What lies below a URL or in a directory; both have the same methods."""
+"""A place below a URL or in a directory; both have the same methods."""
 
 
 def content_of(place: Place, name: str) -> bytes | None:

@@ -199,7 +199,7 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
 
 
 _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
-"""What file systems answer that have no locks; files of theirs count as not locked."""
+"""Errors of file systems without locks; their files count as not locked."""
 
 
 def try_lock(handle: int, *, waits: bool = False) -> bool:
@@ -227,7 +227,7 @@ def write_vector(handle: int, buffers: Sequence[Bytes]) -> None:
 
 
 def _rest(buffers: Sequence[Bytes], done: int) -> list[Bytes]:
-    """What is left of some memory of which the first bytes are done; begins with no empty one."""
+    """The buffers without their first ``done`` bytes; the first is not empty."""
     for number, buffer in enumerate(buffers):
         if done < buffer.size:
             return [buffer[done:], *buffers[number + 1 :]]
@@ -420,7 +420,7 @@ class Directory:
         return True
 
     def names(self, start: str = "") -> Sequence[str]:
-        """What is right below the directory and has a name that starts with ``start``."""
+        """Names directly below the directory that start with ``start``."""
         with file_errors(None, self.root), suppress(FileNotFoundError):
             return [name for name in os.listdir(self.root) if name.startswith(start)]  # noqa: PTH208
         return []
@@ -444,5 +444,5 @@ def nbytes_text(nbytes: int) -> str:
 
 
 def reason(error: OSError) -> str:
-    """What the operating system says, without the path."""
+    """The operating system's message, without the path."""
     return error.strerror or type(error).__name__

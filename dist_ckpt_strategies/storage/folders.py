@@ -41,7 +41,7 @@ class Folder:
         return sum(self.files.values())
 
     def path_of(self, name: str) -> str:
-        """What ``key`` is for the directory, for something in it."""
+        """The key of a file in the directory."""
         return f"{self.key}/{name}" if self.key else name
 
 

@@ -1,4 +1,4 @@
-"""What the system says of this host: its processes, directories, memory and page cache.
+"""Facts of this host: its processes, directories, memory and page cache.
 
 Source: proc(5), cgroup v2, sync_file_range(2).
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _STATE, _FLAGS, _STARTED = 0, 6, 19
-"""Where these stand in ``/proc/PID/stat``, counted after the name."""
+"""Positions in ``/proc/PID/stat``, counted after the name."""
 
 _PF_EXITING = 0x4
 """In the flags: the process ends, its connections are about to break off."""

@@ -54,7 +54,7 @@ def storage_error(
     *,
     not_found: type[StorageError] = IncompleteCheckpointError,
 ) -> StorageError:
-    """What an OSError on a file of a checkpoint means, in our own terms."""
+    """The StorageError for an OSError on a file of a checkpoint."""
     lead = f"{key}: " if key else ""
     if isinstance(error, FileNotFoundError):
         return not_found(f"{lead}{path} does not exist", key=key, path=str(path))
@@ -103,7 +103,7 @@ class _Worker(Thread):
 
 
 def _cancel_flags() -> tuple[Event, ...]:
-    """Those of the transfers that this thread works for."""
+    """The flags of the transfers that this thread works for."""
     thread = threading.current_thread()
     return thread.flags if isinstance(thread, _Worker) else ()
 
@@ -120,7 +120,7 @@ def raise_if_cancelled() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a thread is to do that may block on storage.
+    """A call for a thread that may block on storage.
 
     Attributes:
         key: of the array, for messages; None where errors of ``run`` are raised as they are.
@@ -244,7 +244,7 @@ class Transfer:
 
 
 def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
-    """What is raised where jobs did not end in time."""
+    """The error for jobs that did not end in time."""
     key, path, lead = None, None, ""
     if running:
         key, path = running[0].key, str(running[0].path)
@@ -259,7 +259,7 @@ def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
 
 
 def run_within(deadline: Deadline, path: object, step: Callable[[], T]) -> T:
-    """What a step returns that may block on storage; it runs on a thread of its own.
+    """Run a step that may block on storage on its own thread, and return its result.
 
     It uses no device and no process group. A step that is given up ends where it calls
     ``raise_if_cancelled``.
@@ -319,7 +319,7 @@ class OrderedQueues(AbstractContextManager["OrderedQueues"]):
 
 
 def settled(future: Future[T], path: object, deadline: Deadline) -> T:
-    """What a call gives; StorageTimeoutError names ``path`` if it does not end in time."""
+    """The result of a call; a StorageTimeoutError with ``path`` if it does not end in time."""
     left_s = deadline.left_s
     try:
         return future.result(timeout=left_s)

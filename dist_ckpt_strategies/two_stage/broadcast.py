@@ -35,7 +35,7 @@ Target = tuple[int, Region, torch.Tensor]
 """An array's number, a region of it, and the tensor to fill: of any dtype, strides and device."""
 
 Seconds = defaultdict[str, float]
-"""What this rank has waited for."""
+"""Seconds that this rank has waited, by cause."""
 
 
 def run_group_plan(

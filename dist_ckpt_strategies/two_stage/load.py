@@ -43,7 +43,7 @@ _FREE_PER_NBYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """What one rank of a group loads.
+    """The load of one rank of a group.
 
     Attributes:
         source: what is read.
@@ -134,7 +134,7 @@ def plan_by_group(
 
 
 def _page_cache(comm: Communicator, source: Source, options: Options) -> tuple[str, bool] | None:
-    """What this rank reads through, if it may share that with others of its host."""
+    """Name and kind of the page cache that this rank shares with its host; None if it may not."""
     root = source.save.root
     if not isinstance(source, OwnSource) or not isinstance(root, Path) or comm.device.type != "cpu":
         return None

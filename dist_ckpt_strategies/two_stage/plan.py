@@ -83,7 +83,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What a group of ranks reads together, the same on every rank of it.
+    """The reads of a group of ranks, the same on every rank of it.
 
     Attributes:
         rounds: batches that are read together, then sent together.

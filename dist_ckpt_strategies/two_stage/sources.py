@@ -1,4 +1,4 @@
-"""What a group of ranks reads: a checkpoint of this package's, or what any strategy loads."""
+"""Sources of a group load: checkpoints of this package, or any strategy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OwnSource:
         return self.checkpoint.identity
 
     def name(self, tensor: Any) -> str:
-        """What a ShardedTensor is a part of, or all of."""
+        """The name of the array that a ShardedTensor is a part of."""
         return str(tensor.key)
 
     def find(self, names: Sequence[str]) -> list[ArraySpec]:
@@ -125,7 +125,7 @@ class StrategySource:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
     def name(self, tensor: Any) -> str:
-        """What describes the shard; replicas have the same."""
+        """A name for the shard, equal for replicas."""
         shard_spec(tensor)  # raises if it is invalid
         message = message_of(tensor)
         message[3] = 0  # the replica
@@ -173,7 +173,7 @@ class StrategySource:
         return Transfer((), 0)
 
     def object_path(self, name: ObjectId) -> str:
-        """Where Megatron-Core keeps it, for messages."""
+        """The path of Megatron-Core's file, for messages."""
         assert isinstance(self.save.root, Path)  # noqa: S101 - these strategies have no URLs
         return str(object_path(self.save.root, name))
 
@@ -187,7 +187,7 @@ Opened = StoredCheckpoint | StrategySource
 
 
 def _in_memory(array: ArraySpec, tensor: torch.Tensor) -> HostArray:
-    """What a strategy has loaded for an array, on the host, as the array's type."""
+    """A tensor that a strategy loaded for an array, on the host, in the array's dtype."""
     if tensor.numel() != math.prod(array.shape):
         key = json.loads(array.key)[0]
         raise PlanError(
