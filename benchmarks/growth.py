@@ -56,7 +56,7 @@ def measure(name: str, place: Path) -> list[dict[str, Any]]:
     stand_in_for_cuda()
     save, load = CANDIDATES[name]
     state = _state()
-    lines = []
+    lines: list[dict[str, Any]] = []
     for number in range(3):
         target = place / str(number)
         rounds.on_first_rank(fresh, place, target.name)
