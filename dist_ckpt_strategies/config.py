@@ -308,16 +308,16 @@ def with_profile(options: StoreOptions) -> StoreOptions:
 
 def _parsed_fields(kind: type[Any], given: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Fields of options, each by a variable and its text; errors name the variable."""
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     parsers: dict[type[Any], Callable[[str], Any]] = {bool: _switch, int: int, float: float}
     defaults = {field.name: field.default for field in fields(kind)}
     for name, (variable, text) in given.items():
-        values[name] = parsed(variable, text, parsers.get(type(defaults[name]), str))
+        found[name] = parsed(variable, text, parsers.get(type(defaults[name]), str))
         try:
-            kind(**{name: values[name]})
+            kind(**{name: found[name]})
         except StrategyError as error:
             raise StrategyError(f"{variable}: {error.message}") from None
-    return values
+    return found
 
 
 def debug_from_environment() -> bool:

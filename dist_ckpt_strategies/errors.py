@@ -57,7 +57,7 @@ class CheckpointError(Exception):
 @lru_cache(maxsize=64)
 def joint_class(name: str, bases: tuple[type, ...]) -> Any:
     """A class of errors that is each of the bases, the first of them one of ours."""
-    importable = tuple(cls for base in bases for cls in vars(base).get("joins", (base,)))
+    importable = tuple(one for base in bases for one in vars(base).get("joins", (base,)))
     return type(name, bases, {"__module__": __name__, "joins": importable})
 
 
@@ -209,20 +209,20 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
         text = f"{path}: {error.strerror}"
     message = f"{type(error).__name__}: {text}"
     state = {"key": None, "path": path, "global_rank": None}
-    wrapped: CheckpointError
+    found: CheckpointError
     try:
-        wrapped = built_error(type(error).__name__, (ours, type(error)), (message,), state)
+        found = built_error(type(error).__name__, (ours, type(error)), (message,), state)
     except TypeError:  # no class can be both, as with MemoryError
-        wrapped = built_error("", (ours,), (message,), state)
-    wrapped.__cause__ = error
-    return wrapped
+        found = built_error("", (ours,), (message,), state)
+    found.__cause__ = error
+    return found
 
 
 def _public_class(name: str) -> type[CheckpointError] | None:
     """The class of that name in this module."""
-    cls = globals().get(name)
-    is_one = isinstance(cls, type) and issubclass(cls, CheckpointError)
-    return cls if is_one else None
+    found = globals().get(name)
+    is_one = isinstance(found, type) and issubclass(found, CheckpointError)
+    return found if is_one else None
 
 
 def error_from_peer(
@@ -259,9 +259,9 @@ def kind_of(error: CheckpointError) -> str:
 
     Classes that an adapter made come down to ours, and what a peer reported to what it reported.
     """
-    classes = [cls for cls in type(error).__mro__ if _public_class(cls.__name__) is cls]
-    reported = [cls for cls in classes if cls not in {PeerError, CheckpointError}]
-    return (reported or classes)[0].__name__
+    known = [cls for cls in type(error).__mro__ if _public_class(cls.__name__) is cls]
+    reported = [cls for cls in known if cls not in {PeerError, CheckpointError}]
+    return (reported or known)[0].__name__
 
 
 def forget_frames(error: BaseException) -> None:
@@ -269,13 +269,13 @@ def forget_frames(error: BaseException) -> None:
 
     What was being handled meanwhile is cut off from it and stays as it is: it may be the caller's.
     """
-    current: BaseException | None = error
+    one: BaseException | None = error
     seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current.__traceback__ = current.__context__ = None
-        current = current.__cause__
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = one.__context__ = None
+        one = one.__cause__
 
 
 def array_not_found(key: str, known: Sequence[str], root: object) -> ArrayNotFoundError:
@@ -317,8 +317,8 @@ def needs_megatron_core() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        installed = getattr(sys.modules.get("megatron.core"), "__version__", "none")
+        found = getattr(sys.modules.get("megatron.core"), "__version__", "none")
         raise MissingDependencyError(
             f"expected megatron-core 0.16 or later, with what this package uses of it, found "
-            f"{installed}: {error}; install megatron-core>=0.16, or a newer dist-ckpt-strategies"
+            f"{found}: {error}; install megatron-core>=0.16, or a newer dist-ckpt-strategies"
         ) from error

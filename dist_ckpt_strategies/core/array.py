@@ -164,10 +164,8 @@ class DType(Enum):
         try:
             return cls(name.removeprefix("torch."))
         except ValueError:
-            storable = ", ".join(member.value for member in cls)
-            raise PlanError(
-                f"{key}: dtype {name} cannot be stored; {storable} can", key=key
-            ) from None
+            known = ", ".join(member.value for member in cls)
+            raise PlanError(f"{key}: dtype {name} cannot be stored; {known} can", key=key) from None
 
 
 @dataclass(frozen=True, slots=True)

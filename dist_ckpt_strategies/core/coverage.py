@@ -46,10 +46,10 @@ def require_coverage(table: BlockTable, ranks: Column, copies: Sequence[Copies] 
         table.keys[n]: (table.facts[n].shape, rows[edges[n] : edges[n + 1]])
         for n in _unproved(table, rows)
     }
-    stored_keys = set(table.keys)
+    known = set(table.keys)
     for _, copied in copies:
         for key, facts in zip(copied.keys, copied.facts, strict=True):
-            if key not in stored_keys:
+            if key not in known:
                 unproved.setdefault(key, (facts.shape, rows[:0]))
     for key in sorted(unproved):
         _require_partition(key, *unproved[key], table, ranks, copies)
@@ -70,8 +70,8 @@ def _unproved(table: BlockTable, rows: Column) -> list[int]:
     is_wrong |= (held != num_elements) | (num_elements >= _EXACT)
     left = np.flatnonzero(~is_wrong[array])
     blocks = array[left], origin[left], (origin + extent)[left]
-    for first, other, *_ in shared_boxes(blocks, blocks):
-        is_wrong[blocks[0][first[first != other]]] = True
+    for one, other, *_ in shared_boxes(blocks, blocks):
+        is_wrong[blocks[0][one[one != other]]] = True
     return np.flatnonzero(is_wrong).tolist()
 
 
@@ -95,10 +95,10 @@ def _require_partition(
             key=key,
         ).at_rank(int(ranks[row]))
     blocks = np.zeros(len(rows), np.int64), low, low + extent
-    for first, other, *_ in shared_boxes(blocks, blocks):
-        differ = np.flatnonzero(first < other)
+    for one, other, *_ in shared_boxes(blocks, blocks):
+        differ = np.flatnonzero(one < other)
         if len(differ):
-            row, second = rows[first[differ[0]]], rows[other[differ[0]]]
+            row, second = rows[one[differ[0]]], rows[other[differ[0]]]
             raise CoverageError(
                 f"{key}: {table.region(row)} on rank {ranks[row]} and {table.region(second)} on "
                 f"rank {ranks[second]} are both main replicas and overlap; give one of them "

@@ -61,7 +61,7 @@ def base_to_name(options: Options, place: Place) -> NamedBase | None:
         )
     base = open_packs(root, options.with_changes(base=""))
     if os.path.realpath(str(place)) in {
-        os.path.realpath(str(layer.save.root)) for layer in layers(base)
+        os.path.realpath(str(one.save.root)) for one in layers(base)
     }:
         raise PlanError(
             f"{place}: the save would replace a checkpoint that its base {root} is or needs; save "
@@ -128,8 +128,8 @@ class CheckpointOverBase(PackCheckpoint):
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See PackCheckpoint."""
         wanted = set(keys)
-        inherited = self.base.find(wanted - self._own) if wanted - self._own else {}
-        return dict(sorted((inherited | super().find(wanted & self._own)).items()))
+        found = self.base.find(wanted - self._own) if wanted - self._own else {}
+        return dict(sorted((found | super().find(wanted & self._own)).items()))
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """See PackCheckpoint."""

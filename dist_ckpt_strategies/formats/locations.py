@@ -79,16 +79,16 @@ class CheckpointMarker:
             ValueError: not JSON, or not exactly fields of a marker with values of their types.
         """
         try:
-            content_fields = json.loads(content)
+            found = json.loads(content)
         except RecursionError as error:
             raise ValueError("nested too deeply for a marker") from error
-        types = {field.name: int if "version" in field.name else str for field in fields(cls)}
-        if not isinstance(content_fields, dict) or "sharded_backend" not in content_fields:
+        known = {field.name: int if "version" in field.name else str for field in fields(cls)}
+        if not isinstance(found, dict) or "sharded_backend" not in found:
             raise ValueError("expected an object with the field sharded_backend")
-        for name, value in content_fields.items():
-            if type(value) is not types.get(name):
+        for name, value in found.items():
+            if type(value) is not known.get(name):
                 raise ValueError(f"unexpected field {name} = {value!r}")
-        return cls(**content_fields)
+        return cls(**found)
 
 
 _LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
@@ -290,8 +290,8 @@ def other_contents(root: Path) -> str:
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
     """Describes a place that has checkpoints of these names below it."""
-    counted = "1 checkpoint" if len(inner) == 1 else f"{len(inner)} checkpoints"
-    return f"it holds {counted} ({some_of(inner)}); name one of them"
+    found = "1 checkpoint" if len(inner) == 1 else f"{len(inner)} checkpoints"
+    return f"it holds {found} ({some_of(inner)}); name one of them"
 
 
 def is_finished(location: Location) -> bool:
@@ -315,7 +315,7 @@ def require_something(location: Location) -> None:
     if isinstance(location, Path):
         require_directory(location)
     elif not location.names():
-        missing = "there is no checkpoint"
+        what = "there is no checkpoint"
         if not location.reports_missing_buckets:
-            missing += f", or no bucket {location.bucket!r}: listings do not show it"
-        raise CheckpointNotFoundError(f"{location}: {missing}", path=str(location))
+            what += f", or no bucket {location.bucket!r}: listings do not show it"
+        raise CheckpointNotFoundError(f"{location}: {what}", path=str(location))

@@ -226,18 +226,18 @@ class _Entry(tuple[Any, str]):
     __hash__ = object.__hash__
 
 
-def _by_name(allowed: Any) -> tuple[Any, str]:
+def _by_name(found: Any) -> tuple[Any, str]:
     """An allowed class or function, and its name in a pickle."""
-    if isinstance(allowed, tuple) and list(map(type, allowed[1:])) == [str]:
-        allowed, name = allowed
+    if isinstance(found, tuple) and list(map(type, found[1:])) == [str]:
+        found, name = found
     else:
-        parts = [getattr(allowed, field, None) for field in ("__module__", "__qualname__")]
+        parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
         name = None if None in parts else ".".join(map(str, parts))
-    if name is None or not (callable(allowed) or isinstance(allowed, Enum)):
+    if name is None or not (callable(found) or isinstance(found, Enum)):
         raise StrategyError(
-            f"allow: expected classes, functions or (class, name) tuples, found {allowed!r}"
+            f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
         )
-    return allowed, name
+    return found, name
 
 
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:

@@ -199,8 +199,8 @@ def _whole_save(store: Place, packs: Sequence[OpenedPack]) -> tuple[int, NewSave
     ids = [[name for name, _ in pack.objects] for pack in packs]
     listed = map(with_objects, (pack.table for pack in packs), ids)
     proved, sources, differing = merged(listed)
-    for key, first, other in differing:
-        raise PlanError(f"{key}: ranks {ranks[first]} and {ranks[other]} describe it differently")
+    for key, one, other in differing:
+        raise PlanError(f"{key}: ranks {ranks[one]} and {ranks[other]} describe it differently")
     require_coverage(proved, ranks[sources])
     table, _, _ = joined_tables([pack.table for pack in packs], [1] * len(packs))
     summaries = [PackSummary((p.record,), p.objects, p.common) for p in packs]

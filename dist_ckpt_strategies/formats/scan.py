@@ -143,28 +143,28 @@ def run_checks(
 
     Collective if ``comm`` has several ranks.
     """
-    faulty = {issue.path for issue in issues}
-    left = [check for check in checks if check.name not in faulty]
+    known = {issue.path for issue in issues}
+    left = [check for check in checks if check.name not in known]
     ranks = Ranks(comm)
     results = ranks.share(
         left, lambda check: check.nbytes, _run, num_threads=num_threads, watch=watch
     )
-    of_rank = [(number, of_check) for number, of_check in results.items() if of_check]
-    of_all = sorted(chain.from_iterable(ranks.gather(lambda: of_rank)), key=itemgetter(0))
-    return [*issues, *(issue for _, of_check in of_all for issue in of_check)]
+    own = [(number, some) for number, some in results.items() if some]
+    found = sorted(chain.from_iterable(ranks.gather(lambda: own)), key=itemgetter(0))
+    return [*issues, *(issue for _, some in found for issue in some)]
 
 
 def _run(check: FileCheck, count: Count) -> list[Issue]:
     try:
-        issues = list(check.run())
+        found = list(check.run())
     except (*NO_ANSWER, CheckpointChangedError):
         raise  # no other object would be read either
     except CheckpointError as error:
-        issues = [unreadable(check.key, check.name, error.message)]
+        found = [unreadable(check.key, check.name, error.message)]
     except OSError as error:
-        issues = [unreadable(check.key, check.name, reason(error))]
+        found = [unreadable(check.key, check.name, reason(error))]
     count(check.nbytes)
-    return issues
+    return found
 
 
 def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
@@ -195,7 +195,7 @@ def _scan_packs(location: Location) -> Scan:
         marker=marker,
         files=files,
         num_threads=store.num_readers,
-        issues=tuple(issue for issue in issues if issue.problem is not Problem.MISSING_MARKER),
+        issues=tuple(one for one in issues if one.problem is not Problem.MISSING_MARKER),
         others=others,
     )
     try:
@@ -270,8 +270,8 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """The files of checkpoints of packs, with their sizes where a list says them, and others."""
     if isinstance(store, Bucket):
         names = store.names()
-        ours = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
-        return {**ours}, tuple(sorted({n.partition("/")[0] for n in names if n not in ours}))
+        own = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
+        return {**own}, tuple(sorted({n.partition("/")[0] for n in names if n not in own}))
     root = Path(str(store))
     top = read_folder(root, "")
     files: dict[str, int | None] = {
@@ -281,14 +281,14 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
     }
     for folder in folders_below(root, [name for name in _FOLDERS if name in top.folders]):
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
-    present = {*top.files, *top.folders, *top.links, *top.others}
-    return files, tuple(sorted(present.difference(files, _FOLDERS, (LOCK_NAME,))))
+    found = {*top.files, *top.folders, *top.links, *top.others}
+    return files, tuple(sorted(found.difference(files, _FOLDERS, (LOCK_NAME,))))
 
 
 def _bad_index(error: CheckpointError, store: Place) -> Issue:
     name = (error.path or "").removeprefix(f"{store}/") or INDEX_NAME
-    damage = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
-    return Issue(Problem.DAMAGED, None, name, "what the save wrote", damage)
+    what = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
+    return Issue(Problem.DAMAGED, None, name, "what the save wrote", what)
 
 
 def _arrays(
@@ -318,8 +318,8 @@ def _arrays(
 
 
 def _objects(objects: Iterable[StoredObject], packs: Mapping[int, PackRecord]) -> Iterator[Scanned]:
-    for (key, shape), of_grid in groupby(objects, lambda found: (found[0].key, found[0].shape)):
-        places = [where for _, where in of_grid]
+    for (key, shape), some in groupby(objects, lambda found: (found[0].key, found[0].shape)):
+        places = [where for _, where in some]
         nbytes = sum(where.nbytes for where in places)
         writers = sorted({packs[where.pack].rank for where in places})
         yield Scanned(key, shape, len(places), nbytes, tuple(writers))
@@ -346,7 +346,7 @@ def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> File
         content, listed = store.read(COMMON_NAME), checkpoint.common_content()
         if content != listed:
             expected = f"the common state in the packs, {nbytes_text(len(listed))}"
-            damage = f"{nbytes_text(len(content))} that differ"
-            yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, damage)
+            found = f"{nbytes_text(len(content))} that differ"
+            yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, found)
 
     return FileCheck(None, COMMON_NAME, nbytes, "", run)

@@ -99,27 +99,27 @@ def scan_zarr(root: Path, watch: Watch | None) -> Scan:
     parts: list[_Part] = []
     if not is_foreign:
         issues += chain.from_iterable(map(_no_files, folders))
-        faulty = {issue.path for issue in issues}
-        parts = [*_arrays(store, files, faulty), *_objects(root, files)]
+        known = {issue.path for issue in issues}
+        parts = [*_arrays(store, files, known), *_objects(root, files)]
     listed = {folder.path_of(name): n for folder in folders for name, n in folder.files.items()}
     if COMMON_NAME in listed:
         parts.append((None, [_archive(root, None, COMMON_NAME, listed[COMMON_NAME])], ()))
     elif marker is None or marker.common_format == COMMON_FORMAT:
         issues.append(missing_common())
-    issues += chain.from_iterable(of_part for _, _, of_part in parts)
+    issues += chain.from_iterable(found for _, _, found in parts)
     if marker is None and not parts:
         is_damaged = stale or MARKER_NAME in listed or issues[2:]  # beyond both that are missing
-        if contents := other_contents(root) or ("" if is_damaged else "it has no file of one"):
-            raise CheckpointNotFoundError(f"{root} is no checkpoint: {contents}", path=str(root))
+        if what := other_contents(root) or ("" if is_damaged else "it has no file of one"):
+            raise CheckpointNotFoundError(f"{root} is no checkpoint: {what}", path=str(root))
     issues += [] if is_foreign else _emptied(folders, files)
     return Scan(
         root=root,
         backend=None if is_foreign else _FORMAT1,
         marker=marker,
         files=listed,
-        arrays=tuple(item for item, *_ in parts if item and item.array),
-        objects=tuple(item for item, *_ in parts if item and not item.array),
-        stale_files=tuple(sorted(stale, key=lambda item: item.path)),
+        arrays=tuple(one for one, *_ in parts if one and one.array),
+        objects=tuple(one for one, *_ in parts if one and not one.array),
+        stale_files=tuple(sorted(stale, key=lambda one: one.path)),
         issues=sorted_by_key(issues),
         checks=tuple(check for _, checks, _ in parts for check in checks),
         num_threads=_NUM_THREADS,
@@ -274,8 +274,8 @@ def _compared_grid(
     """The files of a grid that are there, and issues for others that are not, or outside of it."""
     num_missing = math.prod(grid) - len(present)
     if num_missing > _MAX_LISTED:  # a damaged grid may be of any size
-        present_text = f"{len(present)}; {num_missing} are missing"
-        issue = Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", present_text)
+        found = f"{len(present)}; {num_missing} are missing"
+        issue = Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", found)
         return dict(sorted(present.items())), [issue]
     paths = dict.fromkeys(map(path_of, product(*map(range, grid))))
     only = f"files of the grid {' x '.join(map(str, grid)) or '1'} only"

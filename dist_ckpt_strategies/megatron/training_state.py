@@ -31,10 +31,10 @@ def model_place() -> str:
 
 def shard_number() -> int:
     """Which shard of the optimizer this rank holds; each instance has one of every number."""
-    rank: int = parallel_state.get_data_parallel_rank(
+    found: int = parallel_state.get_data_parallel_rank(
         with_context_parallel=True, partial_data_parallel=True
     )
-    return rank
+    return found
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
@@ -42,12 +42,12 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
     Raises a StrategyError if one is none, or keeps state in a way that cannot be moved from here.
     """
-    parts = [
+    found = [
         part
         for part in getattr(optimizer, "chained_optimizers", [optimizer])
         if not part.is_stub_optimizer
     ]
-    for part in parts:
+    for part in found:
         if not isinstance(part, DistributedOptimizer):
             raise StrategyError(
                 f"{type(part).__name__}: expected Megatron-Core's DistributedOptimizer; set "
@@ -62,7 +62,7 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
                 "a dynamic loss scale changes before the step commit; use bfloat16, or a fixed "
                 "loss_scale"
             )
-    return parts
+    return found
 
 
 def make_moments(optimizers: Sequence[Any]) -> None:
@@ -76,14 +76,14 @@ def make_moments(optimizers: Sequence[Any]) -> None:
 
 def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
     """This rank's main parameters and moments."""
-    tensors: Tensors = {}
+    found: Tensors = {}
     for number, part in enumerate(optimizers):
         for index, param in enumerate(_main_params(part)):
-            tensors[f"{number}/{index}/main"] = param
+            found[f"{number}/{index}/main"] = param
             for name, value in part.optimizer.state[param].items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{number}/{index}/{name}"] = value
-    return tensors
+                    found[f"{number}/{index}/{name}"] = value
+    return found
 
 
 def weight_tensors(chunks: Sequence[Any]) -> tuple[Tensors, Tensors]:
@@ -113,10 +113,10 @@ def group_values(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
 def set_group_values(optimizers: Sequence[Any], values: Sequence[Sequence[Any]]) -> None:
     """Take over what ``group_values`` gave."""
     for part, of_it in zip(optimizers, values, strict=True):
-        for group, saved in zip(part.optimizer.param_groups, of_it, strict=True):
-            for key in [key for key in group if key != "params" and key not in saved]:
+        for group, found in zip(part.optimizer.param_groups, of_it, strict=True):
+            for key in [key for key in group if key != "params" and key not in found]:
                 del group[key]
-            for key, value in saved.items():
+            for key, value in found.items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 

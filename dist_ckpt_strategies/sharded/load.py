@@ -129,11 +129,11 @@ class LoadPlan:
 
     def message(self, validated: Validated | None = None) -> Message:
         """Description for the other ranks; with ``validated`` the sharding is checked."""
-        digest, group = "", None
+        own, group = "", None
         if validated is not None:
-            digest = digest_of(self.messages)
-            group = validated.get(digest)
-        return ["own", self.checkpoint.identity, digest, group]
+            own = digest_of(self.messages)
+            group = validated.get(own)
+        return ["own", self.checkpoint.identity, own, group]
 
 
 def plan_load(
@@ -269,31 +269,31 @@ def conversions(
     """
     dtypes = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
     wanted = [(key, str(dtype).removeprefix("torch.")) for key, dtype in dtypes]
-    converted = sorted([key, stored[key], to] for key, to in wanted if stored.get(key, to) != to)
-    if converted and is_strict:
-        key, is_stored, is_wanted = converted[0]
-        others = f"; {len(converted) - 1} more arrays differ" if len(converted) > 1 else ""
+    found = sorted([key, stored[key], to] for key, to in wanted if stored.get(key, to) != to)
+    if found and is_strict:
+        key, is_stored, is_wanted = found[0]
+        others = f"; {len(found) - 1} more arrays differ" if len(found) > 1 else ""
         raise PlanError(
             f"{key}: dtype {is_stored} in the checkpoint, {is_wanted} requested{others}; load it "
             "as it is stored, or without strict_dtype, which converts it",
             key=key,
         )
-    return converted
+    return found
 
 
 def warn_of_conversions(
     comm: Communicator, checkpoint_dir: object, converted: Iterable[Conversions]
 ) -> None:
     """Log one warning, on the first rank, if any rank of a load has converted an array."""
-    converted_arrays = sorted({tuple(each) for of_rank in converted for each in of_rank})
-    if not converted_arrays or comm.rank != 0:
+    found = sorted({tuple(each) for of_rank in converted for each in of_rank})
+    if not found or comm.rank != 0:
         return
-    examples = converted_arrays[:_NUM_EXAMPLES]
+    examples = found[:_NUM_EXAMPLES]
     named = ", ".join(f"{key} ({stored} to {wanted})" for key, stored, wanted in examples)
     text = (
         f"load from {checkpoint_dir}: arrays converted to the dtype requested: "
-        f"{len({key for key, _, _ in converted_arrays})}, such as {named}; strict_dtype=True makes "
-        "this an error"
+        f"{len({key for key, _, _ in found})}, such as {named}; strict_dtype=True makes this an "
+        "error"
     )
     logger.warning("%s", text)
 
@@ -323,9 +323,9 @@ def require_fillable(values: Iterable[Any]) -> None:
         if data is None or not isinstance(value, ShardedTensor):
             continue
         require_plain(data, key=value.key, is_filled=True)
-        stated, shape = tuple(value.local_shape), tuple(data.shape)
-        if shape not in {stated, (1,) * value.prepend_axis_num + stated}:
+        stated, found = tuple(value.local_shape), tuple(data.shape)
+        if found not in {stated, (1,) * value.prepend_axis_num + stated}:
             raise PlanError(
-                f"{value.key}: its data has shape {shape}, its local_shape is {stated}",
+                f"{value.key}: its data has shape {found}, its local_shape is {stated}",
                 key=value.key,
             )

@@ -418,8 +418,8 @@ def _commit_packs(
     facts |= {BASE: started.base} if started.base else {}
     written = [PackSummary.from_message(summary) for summary, _ in filter(None, summaries)]
     common = started.contents.common if started.contents.copies_common else None
-    content = ledger.segments or (), written, facts, common, marker
-    return commit(started.store, NewSave(started.save_id, *content))
+    what = ledger.segments or (), written, facts, common, marker
+    return commit(started.store, NewSave(started.save_id, *what))
 
 
 def _discard_packs(started: Started, records: Sequence[PackRecord], _: CheckpointError) -> None:

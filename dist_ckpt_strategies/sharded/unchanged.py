@@ -197,8 +197,8 @@ def _is_another_step(before: str, place: str, *, has_changed: bool) -> bool:
     Where they do, as ``iter_20`` and ``final``, or a name has none, by whether objects or the
     common state have changed.
     """
-    before_step, other = (re.findall(r"\d+", text)[-1:] for text in (before, place))
-    if before_step == other:
+    one, other = (re.findall(r"\d+", text)[-1:] for text in (before, place))
+    if one == other:
         is_numbered = any(char.isdecimal() for char in place.rpartition("/")[2])
         return has_changed and not is_numbered
     return has_changed or re.sub(r"\d+", "", before) == re.sub(r"\d+", "", place)

@@ -75,8 +75,8 @@ def require_directory(root: Path) -> None:
     with file_errors(None, root):
         is_there, is_dir = root.exists(), root.is_dir()
     if not is_dir:
-        problem = "is no directory" if is_there else "does not exist"
-        raise CheckpointNotFoundError(f"checkpoint directory {root} {problem}", path=str(root))
+        what = "is no directory" if is_there else "does not exist"
+        raise CheckpointNotFoundError(f"checkpoint directory {root} {what}", path=str(root))
 
 
 def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> bytes:
@@ -347,18 +347,18 @@ class Directory:
         """Raise StorageError if the file system says that it has no room for new files."""
         with file_errors(None, self.root):
             make_directories(self.root)
-            facts = os.statvfs(self.root)
-        blocks = facts.f_bavail if os.geteuid() else facts.f_bfree
-        free = blocks * facts.f_frsize
-        if facts.f_blocks and free < nbytes:
+            found = os.statvfs(self.root)
+        blocks = found.f_bavail if os.geteuid() else found.f_bfree
+        free = blocks * found.f_frsize
+        if found.f_blocks and free < nbytes:
             raise StorageError(
                 f"{self.root}: no space left for a save of {nbytes} bytes, {free} are free; "
                 "nothing was written; free some, or save elsewhere",
                 path=str(self.root),
             )
-        if facts.f_files and facts.f_favail < num_files:
+        if found.f_files and found.f_favail < num_files:
             raise StorageError(
-                f"{self.root}: no inodes left for {num_files} files, {facts.f_favail} are free; "
+                f"{self.root}: no inodes left for {num_files} files, {found.f_favail} are free; "
                 "nothing was written; remove files, or save elsewhere",
                 path=str(self.root),
             )
@@ -376,8 +376,8 @@ class Directory:
         """Whether there is a file of that size, or of any."""
         path = self.path(name)
         with file_errors(None, path), suppress(FileNotFoundError, NotADirectoryError):
-            stored_nbytes = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
-            return nbytes in {None, stored_nbytes}
+            found = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
+            return nbytes in {None, found}
         return False
 
     @contextmanager

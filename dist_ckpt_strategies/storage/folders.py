@@ -84,10 +84,10 @@ def files_below(store: Place, folder: str) -> list[str]:
     if not isinstance(store, Directory):
         return list(store.names(f"{folder}/"))
     names: list[str] = []
-    for below in folders_below(store.root, [folder]):
-        if below.failure:
-            raise StorageError(f"{below.key}: {below.failure}", path=below.key)
-        names += map(below.path_of, below.files)
+    for found in folders_below(store.root, [folder]):
+        if found.failure:
+            raise StorageError(f"{found.key}: {found.failure}", path=found.key)
+        names += map(found.path_of, found.files)
     return names
 
 

@@ -68,13 +68,13 @@ def storage_error(
 
 def _no_space(path: Path) -> str:
     """Which of space and inodes a file system lacks, and how much of both is free."""
-    free, lacking = "", "space left; free some"
+    free, what = "", "space left; free some"
     with suppress(OSError):
-        facts = os.statvfs(next(parent for parent in (path, *path.parents) if parent.exists()))
-        if facts.f_files and not facts.f_favail:
-            lacking = f"inodes left, of {facts.f_files}; remove files"
-        free = f" ({facts.f_bavail * facts.f_frsize} bytes and {facts.f_favail} inodes are free)"
-    return f"no {lacking}, or save elsewhere{free}"
+        found = os.statvfs(next(one for one in (path, *path.parents) if one.exists()))
+        if found.f_files and not found.f_favail:
+            what = f"inodes left, of {found.f_files}; remove files"
+        free = f" ({found.f_bavail * found.f_frsize} bytes and {found.f_favail} inodes are free)"
+    return f"no {what}, or save elsewhere{free}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,13 +78,13 @@ class Lease:
         began = since = time.monotonic()
         seen: tuple[int, dict[str, object]] = (0, {})
         while True:
-            current = number, holder = self._current()
+            found = number, holder = self._current()
             raise_if_cancelled()
             now = time.monotonic()
-            if current != seen:
+            if found != seen:
                 if number and number == seen[0]:
                     raise self._locked(holder, "is alive")
-                seen, since = current, now
+                seen, since = found, now
             lease_s = float(str(holder.get("lease_s", self._lease_s)))
             has_run_out = now - since > lease_s or has_ended(str(holder.get("process")))
             is_of_job = _is_own(holder) or holder.get("job") in jobs
@@ -164,8 +164,8 @@ class Lease:
             with suppress(IncompleteCheckpointError):  # given back meanwhile
                 content = self._place.read(self._file(number))
                 with suppress(ValueError):
-                    holder = json.loads(content)
-                    return number, holder if isinstance(holder, dict) else {}
+                    found = json.loads(content)
+                    return number, found if isinstance(found, dict) else {}
                 return number, {}
         return 0, {}
 

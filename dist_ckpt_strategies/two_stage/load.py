@@ -259,9 +259,7 @@ def _object_contents(
     def read_all() -> bytes:
         for key in _objects_read(load, comm.rank):
             run_within(Deadline.after(limit_s), key, partial(read, key))
-        return pickle.dumps(
-            {key: content for key, content in contents.items() if load.readers[key][1]}
-        )
+        return pickle.dumps({key: found for key, found in contents.items() if load.readers[key][1]})
 
     if not any(is_shared for _, is_shared in load.readers.values()):
         read_all()
