@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -51,7 +51,8 @@ class SavePolicy:
         should_save: function that is asked once in each ``save`` without ``force``, on all ranks,
             besides the numbers above: given the step, it returns whether to save globally, or a
             tier, ``"local"`` or ``"global"``. The answer of the first rank counts; it logs one line
-            if others differ. All ranks wait for the answers: one small gather in each step.
+            if others differ. The answers travel in the poll, which is then made in each step, and
+            waited for.
     """
 
     every_steps: int | None = None
@@ -83,13 +84,15 @@ class SavePolicy:
             return Tier.LOCAL
         return None
 
-    def asked(self, step: int) -> Tier | None:
-        """The tier that ``should_save`` names for a step; None: none."""
+    def asked(self, step: int, tiers: Collection[Tier]) -> Tier | None:
+        """The tier that ``should_save`` names for a step, of those that there are; None: none."""
         answer = self.should_save(step) if self.should_save is not None else None
         if not isinstance(answer, str):
             return Tier.GLOBAL if answer else None
         if answer not in {Tier.LOCAL, Tier.GLOBAL}:
             raise PlanError(f"should_save: expected a bool, 'local' or 'global', found {answer!r}")
+        if answer not in tiers:
+            raise PlanError(f"should_save: the {answer} tier is due, and the manager has none")
         return Tier(answer)
 
 

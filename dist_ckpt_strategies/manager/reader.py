@@ -73,8 +73,8 @@ class CheckpointReader:
 
     def latest_step(self) -> int | None:
         """The last finished step of the present course; None: there is none. Rank-local."""
-        found = (one for one in self._root.candidates() if one.is_finished and one.is_ours)
-        return max((one.iteration for one in found), default=None)
+        candidates = [c for c in self._root.candidates() if c.is_finished and c.is_ours]
+        return max((c.iteration for c in candidates), default=None)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a global checkpoint was saved with. Rank-local; reads the storage."""
@@ -206,10 +206,10 @@ class CheckpointReader:
         began, recovery = time.monotonic(), self.recovery
         if recovery is None:
             return None, ()
-        found = recovery.try_checkpointless_load(provider)
-        if found is None:
+        restored = recovery.try_checkpointless_load(provider)
+        if restored is None:
             return None, (Attempt(Tier.MEMORY, NO_STEP, "memory", str(recovery.last_failure)),)
-        loaded = self.loaded = Loaded(Tier.MEMORY, found["global_step"], "memory", None)
+        loaded = self.loaded = Loaded(Tier.MEMORY, restored["global_step"], "memory", None)
         self._report_load(comm, loaded, began)
         return loaded, ()
 
@@ -225,21 +225,21 @@ class CheckpointReader:
         """What ``find`` loads from the disk tiers, noted and reported. Collective."""
         began, options = time.monotonic(), self.options
         how = {key: arguments[key] for key in _LOCAL_ARGUMENTS if key in arguments}
-        known = {"sharded_strategy": options.load_strategy, "allow": options.allow}
-        known |= {"timeout_s": options.timeout_s, **arguments}
+        global_arguments = {"sharded_strategy": options.load_strategy, "allow": options.allow}
+        global_arguments |= {"timeout_s": options.timeout_s, **arguments}
         reads = {
-            Tier.LOCAL: lambda found: found.load_into(state, **how),
-            Tier.GLOBAL: partial(load, state, **known),
+            Tier.LOCAL: lambda shards: shards.load_into(state, **how),
+            Tier.GLOBAL: partial(load, state, **global_arguments),
         }
         try:
-            found = find(comm, [*self._tiers.values()], reads)
+            result = find(comm, [*self._tiers.values()], reads)
         except CheckpointError as error:
-            what = step, "", 0.0, time.monotonic() - began
+            facts = step, "", 0.0, time.monotonic() - began
             is_new = step == NO_STEP and isinstance(error, CheckpointNotFoundError)
             if comm.rank == 0 and not is_new:  # a training that begins has nothing to load
-                options.report(SaveMetrics(*what, kind="failure", reason=str(error)))
+                options.report(SaveMetrics(*facts, kind="failure", reason=str(error)))
             raise
-        loaded = replace(found, attempts=(*refused, *found.attempts))
+        loaded = replace(result, attempts=(*refused, *result.attempts))
         self.loaded = replace(loaded, state=None)
         self._note_load(loaded)
         self._report_load(comm, loaded, began)
@@ -248,5 +248,5 @@ class CheckpointReader:
     def _report_load(self, comm: Communicator, loaded: Loaded, began: float) -> None:
         if comm.rank == 0:
             why = "; ".join(map(str, loaded.attempts))
-            what = loaded.iteration, loaded.tier.value, 0.0, time.monotonic() - began
-            self.options.report(SaveMetrics(*what, kind="load", reason=why))
+            facts = loaded.iteration, loaded.tier.value, 0.0, time.monotonic() - began
+            self.options.report(SaveMetrics(*facts, kind="load", reason=why))

@@ -71,12 +71,18 @@ class Saves:
         if self.resumed is not None:
             self.resumed = step, self.resumed[1]
 
-    def give_up(self) -> None:
-        """Forget the save under way and what was saved last: ranks have been replaced."""
+    def give_up(self, comm: Communicator, begun: tuple[int, str] | None) -> None:
+        """Forget the save under way and what was saved last: ranks have been replaced.
+
+        ``begun`` is the step and tier of that save on any rank; rank 0 may be new.
+        """
         if self.running is not None:
             logger.warning("%s is given up", self.running)
             self.running.request.give_up()
         self.running = self.last = None
+        if begun is not None:
+            why = "given up: the process group has changed since it began"
+            self._report_failure(comm, SaveMetrics(*begun, 0.0, 0.0), why)
 
     def begin(
         self,

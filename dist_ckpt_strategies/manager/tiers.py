@@ -132,8 +132,8 @@ class GlobalTier:
 
     def begin(self, step: int, state: StateDict, **arguments: Any) -> LocalSaveRequest:
         """See DiskTier. Further arguments are those of ``save_async``."""
-        known = self._arguments | arguments
-        return save_async(state, self._root.directory(step), overwrite=True, **known)
+        all_arguments = self._arguments | arguments
+        return save_async(state, self._root.directory(step), overwrite=True, **all_arguments)
 
     def finalise(self, save: RunningSave) -> None:
         """See DiskTier. The metrics are there first: whatever is visible has them."""
@@ -148,8 +148,8 @@ class GlobalTier:
 
     def newest(self, comm: Communicator) -> list[Candidate]:
         """See DiskTier. Of the present course and others, as the first rank sees them."""
-        found = run_and_gather(comm, lambda: [] if comm.rank else self._rows())[0]
-        return [Candidate(Tier.GLOBAL, *row) for row in found]
+        rows = run_and_gather(comm, lambda: [] if comm.rank else self._rows())[0]
+        return [Candidate(Tier.GLOBAL, *row) for row in rows]
 
     def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
         """See DiskTier. Without ``read``, only names and sizes of its files are compared."""
@@ -165,13 +165,13 @@ class GlobalTier:
         if read is None:
             run_on_first_rank(comm, lambda: root.within(partial(_require_whole, place)))
             return Loaded(Tier.GLOBAL, candidate.iteration, path, None)
-        known = place if isinstance(place, Path) else path
-        state = run_collectively(comm, partial(_read, read, known))
+        address = place if isinstance(place, Path) else path
+        state = run_collectively(comm, partial(_read, read, address))
         return Loaded(Tier.GLOBAL, candidate.iteration, path, state)
 
     def _rows(self) -> list[list[Any]]:
-        found = self._root.within(partial(self._root.candidates, self._pattern))
-        return [[one.iteration, one.name, one.is_finished, one.is_ours] for one in found]
+        candidates = self._root.within(partial(self._root.candidates, self._pattern))
+        return [[c.iteration, c.name, c.is_finished, c.is_ours] for c in candidates]
 
 
 def _read(read: Read, place: str | Path) -> Any:
@@ -190,10 +190,10 @@ def _require_whole(place: Location) -> None:
     if holds_packs(place):
         PackCheckpoint(place, options_from_environment()).require_files()
         return
-    found = scan(place)
-    if found.is_foreign:
+    scanned = scan(place)
+    if scanned.is_foreign:
         return  # another backend's: that it has a marker is all there is to tell
-    issues = [issue for issue in found.issues if issue.problem is not Problem.UNEXPECTED_FILE]
+    issues = [issue for issue in scanned.issues if issue.problem is not Problem.UNEXPECTED_FILE]
     if issues:
         more = f", and {len(issues) - 1} issues more" if issues[1:] else ""
         raise IncompleteCheckpointError(f"{place}: {issues[0]}{more}", path=str(place))

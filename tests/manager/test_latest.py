@@ -14,11 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.comm import base
-from dist_ckpt_strategies.errors import (
-    CheckpointNotFoundError,
-    StorageError,
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import CheckpointNotFoundError, StorageError, StrategyError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     LazyCliqueReplicationStrategy,

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -483,7 +484,9 @@ def begins_anew(rank: int, root: str) -> list[Any]:
     in_threads()
     training = Training()
     found: list[Any] = []
-    manager = TieredCheckpointManager(root, options=OPTIONS)
+    events: list[SaveMetrics] = []
+    options = replace(OPTIONS, metrics=events.append)
+    manager = TieredCheckpointManager(root, options=options)
     manager.save(1, training.state_dict, force=True)
     manager.wait()
     manager.save(2, training.state_dict, force=True)
@@ -494,6 +497,8 @@ def begins_anew(rank: int, root: str) -> list[Any]:
     with manager:
         loaded = manager.load_latest(training.state_dict)
         found += [loaded and loaded.iteration, manager.save(2, training.state_dict, force=True)]
+        (failure,) = [one for one in events if one.kind == "failure"] if rank == 0 else [None]
+        assert failure is None or (failure.step, failure.tier) == (2, "global")
         different = outcome(lambda: manager.save(3 + rank, training.state_dict, force=True))
         assert isinstance(different, Failure)
         found.append(different.text)
