@@ -140,8 +140,8 @@ def on_own_gpu() -> AbstractContextManager[None]:
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Torch's name for an element type."""
-    found: torch.dtype = getattr(torch, dtype.value)
-    return found
+    torch_type: torch.dtype = getattr(torch, dtype.value)
+    return torch_type
 
 
 def as_tensor(elements: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
@@ -238,10 +238,10 @@ def to_host(
     """
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     is_there = [t.device.type == "cpu" and t.is_contiguous() for t in plain]
-    staged = [t for t, found in zip(plain, is_there, strict=True) if not found]
+    staged = [t for t, is_staged in zip(plain, is_there, strict=True) if not is_staged]
     copies = iter((memory or HostSnapshot()).take(staged) if staged else ())
     places = zip(plain, is_there, strict=True)
-    return [host_view(tensor if found else next(copies)) for tensor, found in places]
+    return [host_view(tensor if is_staged else next(copies)) for tensor, is_staged in places]
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:

@@ -17,13 +17,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from dist_ckpt_strategies.cli.ranks import CLI, run_ranks
-from dist_ckpt_strategies.cli.render import (
-    bytes_text,
-    counted,
-    print_json,
-    print_table,
-    printable,
-)
+from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import StorageError
 
@@ -93,9 +87,9 @@ def show_results(
         print_json("bench", {**facts, **results})
         return
     console = Console(highlight=False)
-    what = f"{bytes_text(facts['nbytes'])}, {counted(facts['num_arrays'], 'array')}"
+    state = f"{bytes_text(facts['nbytes'])}, {counted(facts['num_arrays'], 'array')}"
     rounds = f"{counted(facts['num_ranks'], 'rank')}, {counted(facts['repetitions'], 'round')}"
-    console.print(f"{printable(facts['path'])}: {what}, {rounds}", soft_wrap=True, markup=False)
+    console.print(f"{printable(facts['path'])}: {state}, {rounds}", soft_wrap=True, markup=False)
     titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
     print_table(console, titles, [*map(_row, timings)], titles[1:])
     for name, package in lacking.items():

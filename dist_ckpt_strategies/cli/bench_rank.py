@@ -142,8 +142,8 @@ def build_shards(size: GptSize, part: int, num_parts: int, split: Split = "TP") 
     for key, shape, tensor_parallel_axis, dtype in size.arrays():
         axis = {"rows": 0, "columns": len(shape) - 1}.get(split, tensor_parallel_axis)
         whole = torch.empty(shape, dtype=dtype).normal_(generator=generator)
-        own = whole.chunk(num_parts, axis)[part].clone(memory_format=torch.contiguous_format)
-        shards.append(Shard(key, axis, part, num_parts, own))
+        own_part = whole.chunk(num_parts, axis)[part].clone(memory_format=torch.contiguous_format)
+        shards.append(Shard(key, axis, part, num_parts, own_part))
     return shards
 
 

@@ -148,5 +148,5 @@ def _line(name: str, found: ArrayDifference | ObjectDifference) -> str:
         return f"{name}: " + "; ".join(
             f"damaged in the {which}: {why}" for which, why in damage if why
         )
-    what = "" if found.difference is Difference.VALUES else f"{found.difference.value} "
-    return f"{name}: {what}{found.a} and {found.b}"
+    kind = "" if found.difference is Difference.VALUES else f"{found.difference.value} "
+    return f"{name}: {kind}{found.a} and {found.b}"

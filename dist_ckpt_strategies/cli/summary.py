@@ -11,14 +11,7 @@ from typing import Any
 from dist_ckpt_strategies.cli.render import bytes_text, counted
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
-from dist_ckpt_strategies.formats.issues import (
-    Issue,
-    Problem,
-    Scan,
-    Scanned,
-    StaleFile,
-    StaleKind,
-)
+from dist_ckpt_strategies.formats.issues import Issue, Problem, Scan, Scanned, StaleFile, StaleKind
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy
 

@@ -187,8 +187,8 @@ def require_own_place() -> None:
 
 def _require_replaceable(root: Path, keys: Collection[str], *, overwrite: bool) -> None:
     """Raise where arrays or objects would go that the save does not replace: a user's, maybe."""
-    found = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
-    others = sorted(found.difference(keys))
+    stored_keys = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
+    others = sorted(stored_keys.difference(keys))
     if others and not overwrite:
         raise CheckpointExistsError(
             f"{root} holds {len(others)} arrays or objects that this save would not replace and "

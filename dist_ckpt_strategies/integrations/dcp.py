@@ -22,11 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_ckpt_strategies.comm.abort import run_abandonable
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
-from dist_ckpt_strategies.comm.process_group import (
-    ProcessGroup,
-    global_rank,
-    is_of_communication,
-)
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank, is_of_communication
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.device import on_own_gpu
@@ -47,9 +43,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader
 from dist_ckpt_strategies.integrations.dcp_writer import PackStorageWriter
-from dist_ckpt_strategies.sharded.agreement import (
-    require_same_checkpoint,
-)
+from dist_ckpt_strategies.sharded.agreement import require_same_checkpoint
 from dist_ckpt_strategies.storage.host import no_garbage_collection
 
 if TYPE_CHECKING:
@@ -208,9 +202,9 @@ def _called(
         is_late = isinstance(error, TimeoutError)
         if not (is_late or is_of_communication(error)):
             raise
-        found = comm.peer_error(error)
+        peer = comm.peer_error(error)
         is_late |= "imed out" in str(error)
-        raise (PeerTimeoutError if is_late else PeerLostError)(found.rank, found.message) from error
+        raise (PeerTimeoutError if is_late else PeerLostError)(peer.rank, peer.message) from error
     return result
 
 

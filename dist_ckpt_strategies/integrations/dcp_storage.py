@@ -21,23 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.device import require_plain, torch_dtype
-from dist_ckpt_strategies.errors import (
-    CheckpointChangedError,
-    CheckpointError,
-    PlanError,
-)
+from dist_ckpt_strategies.errors import CheckpointChangedError, CheckpointError, PlanError
 from dist_ckpt_strategies.formats.base import layers
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, load_content
@@ -206,7 +197,7 @@ class PackStorageReader(Placed, StorageReader):
 
 def _metadata(opened: OpenedCheckpoint) -> Metadata:
     content: dict[str, Any] = {key: BytesStorageMetadata() for key in _objects(opened)}
-    stored, known = opened.stored, dict[str, Any]()
+    stored, paths = opened.stored, dict[str, Any]()
     for key, spec in stored.find(stored.keys()).items():
         size = torch.Size(spec.shape)
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
@@ -214,8 +205,8 @@ def _metadata(opened: OpenedCheckpoint) -> Metadata:
         content[key] = TensorStorageMetadata(properties, size, [chunk])
     if isinstance(stored, PackCheckpoint):
         for one in layers(stored):
-            known = one.index.facts.get(PATHS, {}) | known
-    return Metadata(content, {key: tuple(known.get(key, (key,))) for key in content})
+            paths = one.index.facts.get(PATHS, {}) | paths
+    return Metadata(content, {key: tuple(paths.get(key, (key,))) for key in content})
 
 
 def _objects(opened: OpenedCheckpoint) -> dict[str, ObjectId]:

@@ -101,8 +101,8 @@ def _compare(
 ) -> None:
     def state() -> StateDict:
         random = {"rng_state": calls[_MAKERS[1]]()} if has_random else {}
-        found: StateDict = calls[_MAKERS[0]](**random)
-        return found
+        state_now: StateDict = calls[_MAKERS[0]](**random)
+        return state_now
 
     has_random = _MAKERS[1] in calls  # not after a change of TP or PP: Megatron-LM draws anew
     ignored = _IGNORED if has_random else (*_IGNORED, "*rng_state")

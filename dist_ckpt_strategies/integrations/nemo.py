@@ -206,16 +206,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         if name == "CheckpointlessAutoResume":
-            found = auto_resume_class(import_module("nemo.lightning.resume").AutoResume)
+            cls = auto_resume_class(import_module("nemo.lightning.resume").AutoResume)
         else:
             strategies = import_module("nemo.lightning.pytorch.strategies")
-            found = strategy_class(strategies.MegatronStrategy)
+            cls = strategy_class(strategies.MegatronStrategy)
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"{name} needs NeMo with its Lightning strategies: pip install 'nemo_toolkit[llm]' "
             f"({error})"
         ) from error
-    found.__name__ = found.__qualname__ = name
-    found.__module__ = __name__
-    globals()[name] = found  # the next look finds it
-    return found
+    cls.__name__ = cls.__qualname__ = name
+    cls.__module__ = __name__
+    globals()[name] = cls  # the next look finds it
+    return cls

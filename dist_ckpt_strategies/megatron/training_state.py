@@ -31,10 +31,10 @@ def model_place() -> str:
 
 def shard_number() -> int:
     """Which shard of the optimizer this rank holds; each instance has one of every number."""
-    found: int = parallel_state.get_data_parallel_rank(
+    rank: int = parallel_state.get_data_parallel_rank(
         with_context_parallel=True, partial_data_parallel=True
     )
-    return found
+    return rank
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
@@ -76,14 +76,14 @@ def make_moments(optimizers: Sequence[Any]) -> None:
 
 def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
     """This rank's main parameters and moments."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for number, part in enumerate(optimizers):
         for index, param in enumerate(_main_params(part)):
-            found[f"{number}/{index}/main"] = param
+            tensors[f"{number}/{index}/main"] = param
             for name, value in part.optimizer.state[param].items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{number}/{index}/{name}"] = value
-    return found
+                    tensors[f"{number}/{index}/{name}"] = value
+    return tensors
 
 
 def weight_tensors(chunks: Sequence[Any]) -> tuple[Tensors, Tensors]:

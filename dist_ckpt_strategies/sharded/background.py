@@ -23,13 +23,7 @@ from dist_ckpt_strategies.sharded.async_request import (
     yield_to_training,
 )
 from dist_ckpt_strategies.sharded.ledger import proved
-from dist_ckpt_strategies.sharded.save import (
-    Contents,
-    Known,
-    Started,
-    finish_save,
-    require_space,
-)
+from dist_ckpt_strategies.sharded.save import Contents, Known, Started, finish_save, require_space
 from dist_ckpt_strategies.sharded.writer_process import SharedBytes, WriterProcess, is_supported
 from dist_ckpt_strategies.storage.bucket import Bucket, Place
 from dist_ckpt_strategies.storage.io_pool import WORK

@@ -17,21 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    Message,
-    run_and_gather,
-    run_on_first_rank,
-)
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_on_first_rank
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec, groups
-from dist_ckpt_strategies.device import (
-    HostSnapshot,
-    is_in_order,
-    on_own_gpu,
-    settle,
-    to_host,
-)
+from dist_ckpt_strategies.device import HostSnapshot, is_in_order, on_own_gpu, settle, to_host
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,

@@ -53,8 +53,8 @@ class CompareReport:
     def __str__(self) -> str:
         """What was compared, then a line for each difference, some of each kind at most."""
         verb = "is" if self.is_equal else "is NOT"
-        what = f"{self.num_arrays} arrays, {self.num_objects} objects, {self.nbytes} bytes"
-        lines = [f"the state {verb} that of {self.checkpoint}: {what} compared"]
+        counts = f"{self.num_arrays} arrays, {self.num_objects} objects, {self.nbytes} bytes"
+        lines = [f"the state {verb} that of {self.checkpoint}: {counts} compared"]
         if self.converted:
             key, stored, wanted = self.converted[0]
             lines[0] += f"; {len(self.converted)} converted, such as {key} ({stored} to {wanted})"
@@ -134,8 +134,8 @@ def report_of(
     ranks: dict[str, list[int]] = {}
     for rank, (rows, places, *_) in zip(global_ranks, answers, strict=True):
         for key, what, a, b, index, num, largest, where in rows:
-            found = index and tuple(index), num, largest, where and tuple(where)
-            arrays.append(ArrayDifference(key, Difference(what), a, b, *found))
+            values = index and tuple(index), num, largest, where and tuple(where)
+            arrays.append(ArrayDifference(key, Difference(what), a, b, *values))
         for key, what, where, a, b in places:
             objects.setdefault((key, where), ObjectDifference(key, Difference(what), where, a, b))
         for key in dict.fromkeys(key for key, *_ in [*rows, *places]):
@@ -145,7 +145,7 @@ def report_of(
         checkpoint,
         tuple(sorted(merged(arrays), key=lambda one: (one.key, one.difference))),
         tuple(sorted(objects.values(), key=lambda one: (one.key == COMMON_NAME, one.key))),
-        {key: tuple(found) for key, found in ranks.items()},
+        {key: tuple(numbers) for key, numbers in ranks.items()},
         tuple(sorted({(key, stored, to) for rows in converted for key, stored, to in rows})),
         num_arrays,
         num_objects,

@@ -190,10 +190,10 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
     changes = {"timeout_s": timeout_s}
     opened = open_call(action, sharded_strategy, detail, changes, allow, process_group)
-    what = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
+    content_args = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
     digests = Verify.READ if verify_integrity else verify
     how = validate_access_integrity, strict, digests, strict_dtype, timeout_s, process_group, base
-    call = _Call(*(*opened, *what), *how)
+    call = _Call(*(*opened, *content_args), *how)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         return _load(call)
 

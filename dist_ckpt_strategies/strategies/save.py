@@ -144,10 +144,10 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     trained = {"base": base and os.fspath(base), "only": only}
     changes = {"timeout_s": timeout_s, "on_unchanged": on_unchanged, **trained}
     opened = open_call(action, sharded_strategy, detail, changes, allow)
-    what = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
+    content_args = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
     common = preprocess_common_before_consistancy_check, content_metadata
     how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow
-    call = _Save(*(*opened, *what), *how, changes)
+    call = _Save(*(*opened, *content_args), *how, changes)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         if isinstance(call.base, OwnSaveShardedStrategy):
             return _save_own(call)
@@ -231,8 +231,8 @@ def _save_own(call: _Save) -> LocalSaveRequest | None:
         compared.append(seen)
         digest = ""
         if seen is not None:
-            known = content if seen is common else None
-            digest = xxh3_64_hexdigest(known or dump_object(seen, name=COMMON_STATE))
+            pickled = content if seen is common else None
+            digest = xxh3_64_hexdigest(pickled or dump_object(seen, name=COMMON_STATE))
         contents = strategy.contents(state, content, call.allow, copies_common=True)
         return store, contents, digest
 

@@ -298,8 +298,8 @@ class _Conversion:
             raise IncompleteCheckpointError(why, key=key)
         if not wanted and (is_model or (self.keys is not None and not objects)):
             of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
-            what = "no arrays of a model" if is_model else "nothing"
-            raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
+            lacking = "no arrays of a model" if is_model else "nothing"
+            raise ArrayNotFoundError(f"{opened.root}: {lacking}{of_keys} among its {len(opened)}")
         if self.skip_damaged:
             arrays, damaged = find_readable(opened, wanted)
             return _Chosen(arrays, objects, missing=(*starmap(Missing, (damaged | lost).items()),))
@@ -418,7 +418,7 @@ def _require_free(root: Location, to: Format, source: Location | str) -> None:
         stale = (*stale, FOLDER, SAVES, LOCK_NAME)
     if not all(name.startswith(stale) for name in place_of(root).names()):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
-        what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
+        content = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
         raise CheckpointExistsError(
-            f"{root} holds {what}; name a new or empty directory", path=str(root)
+            f"{root} holds {content}; name a new or empty directory", path=str(root)
         )

@@ -231,8 +231,8 @@ class _Comparison:
                 pairs.append((array, others.pop(name)))
             elif name not in also_lost:
                 differences.append(_single(array, Difference.ONLY_IN_A))
-        known = {names.get(key, key) for key in lost}
-        others = {key: array for key, array in others.items() if key not in known}
+        lost_names = {names.get(key, key) for key in lost}
+        others = {key: array for key, array in others.items() if key not in lost_names}
         differences += [_single(array, Difference.ONLY_IN_B) for array in others.values()]
         return pairs, differences, len(names)
 
@@ -261,8 +261,8 @@ class _Comparison:
             num_threads=self._options.threads,
             watch=watch,
         )
-        own = list(merged(chain.from_iterable(results.values())))
-        return merged(chain.from_iterable(self._ranks.gather(lambda: own)))
+        mine = list(merged(chain.from_iterable(results.values())))
+        return merged(chain.from_iterable(self._ranks.gather(lambda: mine)))
 
     def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
         """How a region differs."""
@@ -279,8 +279,8 @@ class _Comparison:
             if a or b:
                 differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
             elif one.dtype is not other.dtype or not is_equal(mine, theirs):
-                found = element_difference(one.key, block, mine, theirs)
-                differences += [found] if found.num_differing else []
+                difference = element_difference(one.key, block, mine, theirs)
+                differences += [difference] if difference.num_differing else []
         return list(merged(differences))
 
     def _objects(self, is_upgraded: bool) -> Iterator[ObjectDifference]:  # noqa: FBT001

@@ -42,8 +42,8 @@ def write_packs(target: Target, task: FileTask, read: Read) -> PackRecord:
     All packs are in the name of rank 0, whichever rank writes them.
     """
     stored = [target.digests.get((item.source.key, item.region)) for item in task.items]
-    known = [digests for digests in stored if digests is not None]
-    digests = np.concatenate(known) if stored and len(known) == len(stored) else None
+    present = [digests for digests in stored if digests is not None]
+    digests = np.concatenate(present) if stored and len(present) == len(stored) else None
     pack = target.plan.layout.packs[int(task.name)]
     return _write(target, pack, _batches(target, task, read), digests)
 

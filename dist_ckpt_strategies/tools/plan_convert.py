@@ -205,8 +205,8 @@ def build_convert_plan(  # noqa: PLR0913
             tasks = [task for pair in pairs for task in _chunk_tasks(*pair, max_block_nbytes)]
             pairs = [(source, _with_smaller_chunks(a, max_block_nbytes)) for source, a in pairs]
     arrays = tuple(array for _, array in pairs)
-    what = tuple(objects), tuple(tasks), layout, tuple(features), headers
-    return ConvertPlan(target, arrays, *what)
+    contents = tuple(objects), tuple(tasks), layout, tuple(features), headers
+    return ConvertPlan(target, arrays, *contents)
 
 
 def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectId]) -> None:
@@ -223,9 +223,9 @@ def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectI
 def _target_array(key: str, source: ArraySpec, target: Format) -> ArraySpec:
     """The array with the target's chunk grid: that of the source, or else rows of the array."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
-        known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
+        names = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
         raise PlanError(
-            f"{key}: safetensors has no {source.dtype.value}; it has {known}; leave the array out "
+            f"{key}: safetensors has no {source.dtype.value}; it has {names}; leave the array out "
             "with --keys, or convert to another format",
             key=key,
         )

@@ -21,12 +21,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, remove_contents
-from dist_ckpt_strategies.formats.course import (
-    KeepBest,
-    metrics_name,
-    read_course,
-    read_metrics,
-)
+from dist_ckpt_strategies.formats.course import KeepBest, metrics_name, read_course, read_metrics
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
@@ -184,14 +179,14 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     location, best = located(root, store, what="root"), None
     if keep_best is not None:
         require_keep_best(keep_best)
-    found = _find(location, pattern)
+    below = _find(location, pattern)
     if keep_best is None and not (keep_last is None and keep_every is None):
         keep_best = read_course(place_of(location)).keep_best
     if keep_best is not None:
         metric, mode, best = require_keep_best(keep_best)
-        found = _ranked(location, found, metric, mode)
+        below = _ranked(location, below, metric, mode)
     plan = build_prune_plan(
-        found, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s
+        below, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s
     )
     return _carry_out(location, plan, older_than_s, dry_run=dry_run)
 
@@ -325,8 +320,8 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    found = [decision for name in names for decision in _look_at(root, name, now_s)]
-    tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
+    decisions = [decision for name in names for decision in _look_at(root, name, now_s)]
+    tracked_s = min((one.age_s for one in decisions if one.iteration == course.newest), default=inf)
     return [
         replace(
             one,
@@ -335,7 +330,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
             is_left=one.iteration in course.left
             or not (course.has(one.iteration or 0) or one.age_s <= tracked_s),
         )
-        for one in found
+        for one in decisions
     ]
 
 
@@ -362,13 +357,13 @@ def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
     except (OSError, StorageError) as error:
         why = error.message if isinstance(error, StorageError) else reason(error)
         return [PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)]
-    found = [PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)]
+    decisions = [PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)]
     if packs.stale and status is not Status.UNFINISHED:
         age_s, kind = max(0.0, now_s - stale_s), Status.UNFINISHED
-        found.append(
+        decisions.append(
             PruneDecision(name, iteration, kind, age_s, packs.stale_nbytes, files=packs.stale)
         )
-    return found
+    return decisions
 
 
 def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int | None, float]:
@@ -400,17 +395,17 @@ def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int 
 def _scanned(directory: Path) -> tuple[Status, int | None]:
     """What a directory with a marker is, and the bytes in it."""
     try:
-        found = scan(directory)
+        scanned = scan(directory)
     except (CheckpointNotFoundError, IncompatibleVersionError):
         return Status.OTHER, None
-    problems = {issue.problem: issue for issue in found.issues}
+    problems = {issue.problem: issue for issue in scanned.issues}
     unreadable = problems.get(Problem.UNREADABLE)
     if unreadable is not None:
         raise StorageError(f"{unreadable.path}: {unreadable.found}", path=unreadable.path)
-    if found.marker is None or Problem.UNKNOWN_BACKEND in problems:
-        return Status.OTHER, found.nbytes
+    if scanned.marker is None or Problem.UNKNOWN_BACKEND in problems:
+        return Status.OTHER, scanned.nbytes
     is_damaged = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
-    return Status.DAMAGED if is_damaged else Status.COMPLETE, found.nbytes
+    return Status.DAMAGED if is_damaged else Status.COMPLETE, scanned.nbytes
 
 
 def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
@@ -428,11 +423,11 @@ def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
         return tuple(sorted({left.partition("/")[0] for left in store.names()}))
     remove_lock(Directory(place))
     with file_errors(None, place):
-        own = []
+        folders = []
         for at, names, _ in os.walk(place):  # which does not follow links
             names[:] = [inner for inner in names if not is_elsewhere(Path(at, inner))]
-            own.append(Path(at))
-        for path in reversed(own):
+            folders.append(Path(at))
+        for path in reversed(folders):
             if not any(path.iterdir()):
                 path.rmdir()
         sync_path(place.parent)

@@ -210,8 +210,8 @@ class TorchDistCheckpoint(Format1Checkpoint):
         if getattr(self._last, "place", None) != (array.key, shard):
             self._last.place = self._last.elements = None  # before there is a second one
             expected = f"torch.{array.dtype.value} {shard.shape}"
-            found = self._loaded(array.key, MetadataIndex(array.key, shard.offset), expected)
-            (self._last.elements,) = to_host([found])
+            shard_loaded = self._loaded(array.key, MetadataIndex(array.key, shard.offset), expected)
+            (self._last.elements,) = to_host([shard_loaded])
             self._last.place = array.key, shard
         elements: HostArray = self._last.elements
         return elements
@@ -234,12 +234,12 @@ class TorchDistCheckpoint(Format1Checkpoint):
             content = read_file(path, nbytes, byte_offset)
         value = load_content(content, path, key, self._allow)
         if isinstance(value, torch.Tensor):
-            found = f"{value.dtype} {tuple(value.shape)}"
+            actual = f"{value.dtype} {tuple(value.shape)}"
         else:
             is_one = isinstance(value, list) and len(value) == 1
-            found = _ONE_OBJECT if is_one else f"a {type(value)}"
-        if found != expected:
-            text = f"{key}: {path} holds {found} at byte {byte_offset}, expected {expected}"
+            actual = _ONE_OBJECT if is_one else f"a {type(value)}"
+        if actual != expected:
+            text = f"{key}: {path} holds {actual} at byte {byte_offset}, expected {expected}"
             raise CorruptCheckpointError(text, key=key, path=path)
         return value
 

@@ -20,22 +20,22 @@ _METADATA_FORM = "distrib_optim_sharding_type"
 
 def upgraded_keys(keys: Collection[str]) -> dict[str, str]:
     """The new key of each array that has one: ``fp32_param`` is called ``param`` now."""
-    found = {key: _MASTER.fullmatch(key) for key in keys}
-    return {key: f"{match[1]}param.{match[2]}" for key, match in found.items() if match}
+    matches = {key: _MASTER.fullmatch(key) for key in keys}
+    return {key: f"{match[1]}param.{match[2]}" for key, match in matches.items() if match}
 
 
 def renamed_keys(mine: Collection[str], theirs: Collection[str]) -> dict[str, str]:
     """The keys of the first that the second has under another name, if either was upgraded."""
-    known, others = {*mine}, {*theirs}
+    own_keys, others = {*mine}, {*theirs}
     forth = {
         old: new
-        for old, new in upgraded_keys(known - others).items()
-        if new in others and new not in known
+        for old, new in upgraded_keys(own_keys - others).items()
+        if new in others and new not in own_keys
     }
     back = {
         new: old
-        for old, new in upgraded_keys(others - known).items()
-        if new in known and new not in others
+        for old, new in upgraded_keys(others - own_keys).items()
+        if new in own_keys and new not in others
     }
     return forth | back
 

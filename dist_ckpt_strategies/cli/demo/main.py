@@ -120,8 +120,8 @@ def run_task(task: RankTask) -> Outcome:
         RankError: a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="dist-ckpt-demo-") as scratch:
-        found = Path(scratch, "outcome.json")
-        arguments = [json.dumps(asdict(task), default=str), str(found)]
+        outcome_path = Path(scratch, "outcome.json")
+        arguments = [json.dumps(asdict(task), default=str), str(outcome_path)]
         try:
             status = run_ranks(task.layout.num_ranks, _RANK_MODULE, arguments)
         except RankError as error:
@@ -129,7 +129,7 @@ def run_task(task: RankTask) -> Outcome:
             raise
         if status:
             raise RankError(f"{task.layout}: rank 0 failed (exit status {status}), see above")
-        outcome = json.loads(found.read_text())
+        outcome = json.loads(outcome_path.read_text())
     losses = {int(iteration): loss for iteration, loss in outcome["losses"].items()}
     return Outcome(losses, outcome["digests"])
 
@@ -201,13 +201,13 @@ def _train_and_resume(
     for layout in _RESUMED_LAYOUTS:
         two_stage = layout is _RESUMED_LAYOUTS[-1]
         task = RankTask(layout, training, checkpoint, resumes=True, two_stage=two_stage)
-        found = start(task)
+        outcome = start(task)
         row = {"read by": str(layout)}
-        for kind, (count, differing) in compare_digests(reference.digests, found.digests).items():
+        for kind, (count, differing) in compare_digests(reference.digests, outcome.digests).items():
             row[kind] = f"{'NO' if differing else 'yes'} {count - len(differing)}/{count}"
             if differing:
                 problems.append(f"{layout}: {kind}: not bit-identical: {', '.join(differing)}")
-        apart = max(abs(loss - reference.losses[n]) for n, loss in found.losses.items())
+        apart = max(abs(loss - reference.losses[n]) for n, loss in outcome.losses.items())
         table.append(row | {"loss diff": f"{apart:.4f}"})
         if not apart <= _LOSS_TOLERANCE:
             problems.append(

@@ -278,13 +278,13 @@ def _gather_digests(state: Mapping[str, Any]) -> dict[str, str]:
     """
     apply_factories(state)
     # Clones, because pickling a view would send the whole buffer that it looks into.
-    own = [
+    shards = [
         (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().clone())
         for shard in nested_values(state)
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, gathered)
+    dist.gather_object(shards, gathered)
     wholes: dict[str, torch.Tensor] = {}
     counts: Counter[str] = Counter()
     for key, shape, region, data in chain.from_iterable(gathered or ()):
