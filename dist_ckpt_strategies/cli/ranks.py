@@ -37,7 +37,7 @@ CLI = "dist_ckpt_strategies.cli"
 _START_S = 120.0
 """Longest time until all ranks have imported torch and found each other, in seconds."""
 _GRACE_S = 10.0
-"""How long the others may take to end when a rank has failed or rank 0 has ended, in seconds."""
+"""Longest time for the others to end when a rank has failed or rank 0 has ended, in seconds."""
 _POLL_S = 0.05
 _NUM_TAIL_LINES = 15
 

@@ -166,7 +166,7 @@ def nodes_of(
 def command_of(
     script: str, args: Sequence[str], *, is_module: bool, is_program: bool, is_store_only: bool
 ) -> tuple[str, ...]:
-    """What each worker runs; a PlanError if that is nothing."""
+    """The command line of each worker; a PlanError if there is none."""
     if is_store_only and script:
         raise PlanError(f"--store-only: the store's process runs no script, found {script}")
     if is_program and is_module:
@@ -195,7 +195,7 @@ def signals_of(names: str) -> tuple[int, ...]:
 
 
 def ranks_of(nproc_per_node: str) -> int:
-    """How many ranks a node has: a number, or one per device with gpu, cpu or auto."""
+    """The number of ranks of a node: as given, or one per device with gpu, cpu or auto."""
     try:
         num_ranks = determine_local_world_size(nproc_per_node)
     except ValueError as error:

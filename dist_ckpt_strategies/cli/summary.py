@@ -1,4 +1,4 @@
-"""What ``inspect`` and ``verify`` say of packs, of ("zarr", 1), and of local checkpoints."""
+"""Summaries of packs, ("zarr", 1) and local checkpoints, for ``inspect`` and ``verify``."""
 
 import math
 import time
@@ -28,7 +28,7 @@ _BY_SIZE = " (arrays by their sizes alone: zarr 1 has no digests of them)"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint holds, and what is wrong with it.
+    """The content of a checkpoint, and its issues.
 
     ``fields`` are those of the JSON object of both commands, without the issues; ``lists`` further
     ones of ``inspect``, each a table of the text. ``checked`` is what ``verify`` looks at. Arrays
@@ -208,7 +208,7 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
 
 
 def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
-    """What one rank has saved, and its copies here; None for what no description says."""
+    """One rank's shards of a save, and their copies here; None for facts that no file has."""
     shard_id = copies[0].shard_id
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
     return {
@@ -232,7 +232,7 @@ def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
 
 
 def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
-    """What is here of one save."""
+    """The copies of one save that are here."""
     copies = list(chain.from_iterable(shards))
     save = copies[0].shard_id.save
     part = next((copy.shard for copy in copies if copy.shard is not None), None)

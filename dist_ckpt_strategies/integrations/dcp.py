@@ -182,7 +182,7 @@ def _called(
     options: Options,
     discard: Callable[[], None] = lambda: None,
 ) -> T:
-    """What a verb of DCP's returns; its errors as ours. ``discard``: what it has written."""
+    """The result of a function of DCP, its errors as ours; ``discard`` deletes what it wrote."""
 
     def on_gpu() -> T:
         with on_own_gpu(), torch.no_grad():
@@ -215,7 +215,7 @@ _MEANINGS: Sequence[tuple[re.Pattern[str], type[CheckpointError]]] = (
     (re.compile(r".*?key:(.+?) invalid fill tensor-volume", re.DOTALL), CoverageError),
     (re.compile(r".*?key:(.+?) has out of bounds chunk", re.DOTALL), PlanError),
 )
-"""What messages of DCP's planners mean; each names a key."""
+"""Meanings of messages of DCP's planners; each names a key."""
 
 
 def _as_error(error: BaseException) -> CheckpointError:
@@ -230,7 +230,7 @@ def _as_error(error: BaseException) -> CheckpointError:
 
 
 def _of_ranks(comm: Communicator, causes: Mapping[int, CheckpointError]) -> CheckpointError:
-    """What this rank raises, where these ranks of the group have failed."""
+    """The error for this rank if these ranks of the group have failed."""
     rank = comm.rank if comm.rank in causes else min(causes)
     cause, who = causes[rank], comm.global_ranks[rank]
     if rank == comm.rank:

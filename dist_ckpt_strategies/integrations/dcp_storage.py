@@ -57,7 +57,7 @@ PATHS = "dcp_paths"
 
 
 class Placed:
-    """What DCP asks of writers and readers about their place."""
+    """The methods of writers and readers for their place."""
 
     checkpoint_id: Any = None
     _options: Options
@@ -127,7 +127,7 @@ class PackStorageReader(Placed, StorageReader):
         return opened
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """What the checkpoint holds, each array as one chunk. DCP calls it.
+        """The content of the checkpoint, each array as one chunk. DCP calls it.
 
         (It hands on metadata of each rank's own where a parameter is named ``kwargs``.)
         """
@@ -220,7 +220,7 @@ def _objects(opened: OpenedCheckpoint) -> dict[str, ObjectId]:
 def _read_objects(
     opened: OpenedCheckpoint, items: Sequence[ReadItem], options: Options, deadline: Deadline
 ) -> dict[str, bytes]:
-    """What is stored of objects, by key; it can be unpickled to what is allowed."""
+    """The stored bytes of objects, by key; they unpickle to allowed classes only."""
     keys = {item.storage_index.fqn for item in items}
     stored, limit_s = opened.stored, ENDING * options.timeout_s
     contents = dict.fromkeys(sorted(keys), b"")

@@ -184,7 +184,7 @@ def _no_common_state() -> bytes:
 def _contents(
     plan: SavePlan, planner: SavePlanner, allow: Allowed, *, has_common: bool
 ) -> Contents:
-    """What a plan has this rank write."""
+    """This rank's shards and objects in a plan."""
     shards: list[ShardSpec] = []
     tensors: list[torch.Tensor] = []
     objects: list[tuple[ObjectId, bytes]] = []

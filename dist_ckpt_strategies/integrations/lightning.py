@@ -110,7 +110,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         self._is_in_step = False
 
     def get_wrapper_from_trainer(self, trainer: Any) -> HPCallWrapper:
-        """What the block has put on its trainer.
+        """The caller that the block has set on its trainer.
 
         Raises:
             StrategyError: it has not.

@@ -28,7 +28,7 @@ _DIVIDING = frozenset({"MegatronStrategy"})
 
 
 class LoopState(ReplicatedState):
-    """What Lightning's checkpoint holds of a trainer's loops, schedules, precision and callbacks.
+    """A trainer's loops, schedules, precision and callbacks, as Lightning's checkpoint has them.
 
     It is captured at the end of each step: the moment at which Lightning's own checkpoints are
     made, and that its loops can go on from. Only the trainer can end a step, so a rank that was
@@ -240,7 +240,7 @@ def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
 
 
 def wrapper_of(trainer: Any) -> HPCallWrapper:
-    """What the block has put on its trainer: ``trainer.wrapper = caller``; else a StrategyError."""
+    """The caller that the block has set as ``trainer.wrapper``; else a StrategyError."""
     wrapper = getattr(trainer, "wrapper", None)
     if wrapper is None:
         raise StrategyError(

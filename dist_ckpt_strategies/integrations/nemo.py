@@ -137,7 +137,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
                 super().load_model_state_dict(checkpoint, strict=strict)
 
         def get_wrapper(self) -> HPCallWrapper:
-            """What the block has put on its trainer."""
+            """The caller that the block has set on its trainer."""
             return wrapper_of(self.trainer)
 
         def is_peft(self) -> bool:

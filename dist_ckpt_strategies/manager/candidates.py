@@ -27,14 +27,14 @@ NO_STEP = -1
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 
 _OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX)
-"""What is in a checkpoint whose save has not ended: no checkpoints of their own."""
+"""Begin names of directories in an unfinished save; these are no checkpoints."""
 
 _OF_A_ROOT = (".dist-ckpt-", TRACKER_NAME)
 """Begins the names of files that roots have beside checkpoints."""
 
 
 class Tier(StrEnum):
-    """Where a checkpoint is: in memory of ranks, on disks of nodes, on storage that all see."""
+    """The place of a checkpoint: memory of the ranks, disks of the nodes, or shared storage."""
 
     MEMORY = "memory"
     LOCAL = "local"
@@ -89,7 +89,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded, and which checkpoints were refused before.
+    """The checkpoint that was loaded, and those that were refused before.
 
     Attributes:
         tier: where it was.

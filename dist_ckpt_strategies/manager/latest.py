@@ -134,7 +134,7 @@ def load_step(comm: Communicator, tiers: Sequence[DiskTier], reads: Reads, step:
 def in_order(
     choices: Sequence[_Choice], at_most: int | None, *, is_logged: bool = False
 ) -> tuple[list[_Choice], list[Attempt]]:
-    """What may be loaded, in the order of trial, and finished ones that may not, with the reasons.
+    """The candidates in the order of trial, and finished ones that are refused, with reasons.
 
     With ``at_most`` the one that it names comes first, then the present course, then what was left.
     """

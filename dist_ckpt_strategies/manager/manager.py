@@ -33,7 +33,7 @@ from dist_ckpt_strategies.storage.io_pool import WORK
 logger = logging.getLogger(__name__)
 
 _REMOVAL_S = 5.0
-"""How long ``release`` waits for the removal of old checkpoints: after an error others wait too."""
+"""Longest wait of ``release`` for the removal of old checkpoints: other ranks wait meanwhile."""
 
 
 class TieredCheckpointManager(CheckpointReader):

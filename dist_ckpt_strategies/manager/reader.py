@@ -81,7 +81,7 @@ class CheckpointReader:
         return self._root.metrics(step)
 
     def course(self) -> Course:
-        """Which checkpoints the training has left. Rank-local; reads the storage."""
+        """The course, with the checkpoints that were left. Rank-local; reads the storage."""
         return self._root.course()
 
     @raises_megatron_errors
@@ -202,7 +202,7 @@ class CheckpointReader:
     def _from_memory(
         self, comm: Communicator, provider: Any
     ) -> tuple[Loaded | None, tuple[Attempt, ...]]:
-        """What is in memory, or why that does not serve. Collective."""
+        """The state in memory, or the reason why it is not used. Collective."""
         began, recovery = time.monotonic(), self.recovery
         if recovery is None:
             return None, ()
@@ -222,7 +222,7 @@ class CheckpointReader:
         step: int = NO_STEP,
         refused: tuple[Attempt, ...] = (),
     ) -> Loaded:
-        """What ``find`` loads from the disk tiers, noted and reported. Collective."""
+        """Load from the disk tiers by ``find``, note it, and report it. Collective."""
         began, options = time.monotonic(), self.options
         how = {key: arguments[key] for key in _LOCAL_ARGUMENTS if key in arguments}
         global_arguments = {"sharded_strategy": options.load_strategy, "allow": options.allow}

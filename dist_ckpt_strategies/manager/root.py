@@ -1,4 +1,4 @@
-"""What one rank does in the root directory: lock, course, metrics of steps, removal. Rank-local."""
+"""The root directory: its lock, course, metrics of steps, and removal. Rank-local."""
 
 import logging
 import threading
@@ -30,10 +30,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NAME = r"iter_\d{7,}"
-"""What the names of a manager's checkpoints match; it neither loads nor removes anything else."""
+"""Pattern of the names of a manager's checkpoints; others are neither loaded nor removed."""
 
 _MIN_UNFINISHED_S = 3600.0
-"""What an unfinished save has to be unchanged for before it is removed."""
+"""Time without a change after which an unfinished save is removed."""
 
 Resumed = tuple[int | None, str]
 """The step that the training has loaded, if any, and when; stamps of local saves begin like it."""
@@ -61,7 +61,7 @@ class Root:
         return str(self._place)
 
     def within(self, step: Callable[[], T]) -> T:
-        """What a step returns that asks the root's storage."""
+        """The result of a step that reads or writes the root's storage."""
         return run_within(Deadline.after(ALL * self._timeout_s), str(self), step)
 
     def directory(self, step: int) -> str:
@@ -73,7 +73,7 @@ class Root:
         return global_candidates(self._place, pattern)
 
     def course(self) -> Course:
-        """Which checkpoints the training has left."""
+        """The course of the training, with the checkpoints that it has left."""
         return read_course(self._store)
 
     # The lock

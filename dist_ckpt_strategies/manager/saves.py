@@ -50,7 +50,7 @@ class Saves:
         self.global_s = time.monotonic()
 
     def still_due(self, comm: Communicator, step: int, due: Tier | None) -> Tier | None:
-        """What is due of what is not saved already; no local save beside another save."""
+        """The tier that is due, unless the step is saved, or a local save would join another."""
         if due is None or self.last in {(due, step), (Tier.GLOBAL, step)}:
             return None
         if self.running is None:

@@ -67,7 +67,7 @@ class DiskTier(Protocol):
         """Make a save visible, if the job still has the lock of the root."""
 
     def newest(self, comm: Communicator, /) -> list[Candidate]:
-        """What may be loaded, the newest first."""
+        """The candidates for a load, the newest first."""
 
     def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
         """Load just this candidate; a CheckpointError says why that is not possible."""

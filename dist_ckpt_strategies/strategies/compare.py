@@ -167,7 +167,7 @@ class _Comparison:
         return [*self._keys(), *(name.unique_key for name in ids)]
 
     def _found(self, deadline: Deadline) -> Found:
-        """How this rank's state differs. Rank-local."""
+        """The differences of this rank's state. Rank-local."""
         opened, names = self._opened, set(self._stored_names())
         values = [value for value in self._values if name_of(value) in names]
         unknown = unknown_of(value for value in self._values if name_of(value) not in names)
@@ -190,7 +190,7 @@ class _Comparison:
         return object_differences(key, value, own, opened.allowed)
 
     def _compared(self, tensors: Sequence[Any], deadline: Deadline) -> Found:
-        """How ShardedTensors differ from the arrays of their keys, which are stored."""
+        """The differences between ShardedTensors and the stored arrays of their keys."""
         opened = self._opened
         keys = {tensor.key for tensor in tensors}
         arrays = {array.key: array for array in opened.find(keys)}
@@ -236,7 +236,7 @@ class _Comparison:
         yield from groups(pieces, budget // 2, lambda p: p.data.numel() * p.data.element_size())
 
     def _read(self, parts: Sequence[_Part], deadline: Deadline) -> Iterator[ArrayDifference]:
-        """How parts differ from what is stored, which is read into memory of their dtypes."""
+        """The differences between parts and the stored elements, which are read in their dtypes."""
         memory = [torch.empty(p.data.shape, dtype=p.data.dtype, device="cpu") for p in parts]
         reads = [(p.array, p.region, m) for p, m in zip(parts, memory, strict=True)]
         run_reads(self._opened.stored.begin_reads, reads, self._options, deadline)
@@ -277,7 +277,7 @@ def is_ignored(key: object, ignore: Sequence[str]) -> bool:
 
 
 def object_differences(key: str, stored: Any, own: Any, allowed: Allowed) -> list[ObjectDifference]:
-    """How an object of a state, or its common state, differs from what was read. Rank-local.
+    """The differences between a stored object and that of the state. Rank-local.
 
     The state's is compared as it would be loaded.
     """

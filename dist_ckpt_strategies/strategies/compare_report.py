@@ -1,4 +1,4 @@
-"""What ``compare`` has found, on all ranks."""
+"""The report of ``compare``, of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """How the states of all ranks differ from a checkpoint; equal on every rank.
+    """The differences between the states of all ranks and a checkpoint; equal on every rank.
 
     In differences ``a`` is what the checkpoint has, ``b`` what the state has.
 
@@ -51,7 +51,7 @@ class CompareReport:
         return not self.arrays and not self.objects
 
     def __str__(self) -> str:
-        """What was compared, then a line for each difference, some of each kind at most."""
+        """A line about the comparison, then one for each difference, some of each kind at most."""
         verb = "is" if self.is_equal else "is NOT"
         counts = f"{self.num_arrays} arrays, {self.num_objects} objects, {self.nbytes} bytes"
         lines = [f"the state {verb} that of {self.checkpoint}: {counts} compared"]
@@ -85,7 +85,7 @@ def _text_of(one: ArrayDifference) -> str:
 
 
 class Found(NamedTuple):
-    """What one rank has found: differences, conversions, bytes compared and bytes read."""
+    """The findings of one rank: differences, conversions, bytes compared and bytes read."""
 
     arrays: Sequence[ArrayDifference] = ()
     objects: Sequence[ObjectDifference] = ()

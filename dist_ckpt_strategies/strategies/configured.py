@@ -1,4 +1,4 @@
-"""What strategies of this package have in common: formats, options, ranks, allowed classes."""
+"""Common parts of this package's strategies: formats, options, ranks, allowed classes."""
 
 from collections.abc import Callable
 from copy import copy
@@ -21,7 +21,7 @@ class Configured:
     """A strategy's options, the ranks that work together, the classes that objects may be of."""
 
     formats: ClassVar[tuple[tuple[str, int], ...]]
-    """What it saves; or reads: of several, what lies in the directory says which."""
+    """The format that it saves, or those that it reads: the directory says which."""
 
     options: Options
 
@@ -64,7 +64,7 @@ class Configured:
         )
 
     def within(self, share: float, path: object, step: Callable[[], T]) -> T:
-        """What a step returns that asks storage, within a share of the time limit. Rank-local."""
+        """The result of a step on storage, within a share of the time limit. Rank-local."""
         return run_within(Deadline.after(share * self.options.timeout_s), path, step)
 
     @raises_megatron_errors

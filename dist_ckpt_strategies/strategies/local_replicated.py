@@ -87,7 +87,7 @@ _ITERATION = re.compile(r"(\d+)\D*$")  # the last number of the directory's name
 
 
 class _OnNodes(Configured):
-    """What both strategies know about this rank's node."""
+    """Common parts of both strategies: the directory and the manager of this rank's node."""
 
     formats = ((BACKEND, 1),)
 
@@ -231,7 +231,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, ConfiguredSaver, SaveShardedS
     def _state(
         self, comm: Communicator, sharded: StateDict, described: Sequence[Message]
     ) -> MCoreTensorAwareStateDict:
-        """What this rank saves, with a list of all that the checkpoint holds. Collective."""
+        """This rank's shards, with a list of all that the checkpoint holds. Collective."""
         arrays = {key: facts for _, by_key, _ in described for key, facts in by_key.items()}
         objects = sorted(name for *_, names in described for name in names)
         listed = [[key, *arrays[key]] for key in sorted(arrays)]

@@ -130,13 +130,13 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
         return None
 
     def place(self, checkpoint_dir: Any) -> Place:
-        """Where a caller wants to save; a StrategyError if the format does not go there."""
+        """The place of a save; a StrategyError if the format does not go there."""
         return place_of(located(checkpoint_dir, self.options))
 
     def contents(
         self, state: StateDict, common: bytes | None, allow: Allowed = (), *, copies_common: bool
     ) -> Contents:
-        """What this rank saves of a sharded state dict; ``allow`` has further classes. Rank-local.
+        """This rank's content of a save; ``allow`` has further classes. Rank-local.
 
         Raises:
             UnsafeObjectError: a load would refuse an object.

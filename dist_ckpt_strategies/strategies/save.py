@@ -60,7 +60,7 @@ SaveHandle = LocalSaveRequest
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """What ``open_call`` returns, and the arguments of ``save``."""
+    """The fields of ``open_call``'s result, and the arguments of ``save``."""
 
     comm: Communicator
     options: Options
@@ -287,7 +287,7 @@ def _suitable_saver(call: _Save) -> Any:
 def _common_to_save(
     call: _Save, saver: Any, common: StateDict
 ) -> tuple[StateDict | None, bytes | None]:
-    """What ranks compare of the common state; and it, pickled, on the first rank. Rank-local.
+    """The common state that ranks compare; and it, pickled, on the first rank. Rank-local.
 
     Raises:
         UnsafeObjectError: a load would refuse it.
@@ -355,7 +355,7 @@ def _save_by_other(call: _Save) -> None:
 def _opened(
     call: _Save,
 ) -> tuple[Path, Any, StateDict, StateDict, StateDict | None, bytes | None]:
-    """What a rank makes ready before the first collective of a save by another strategy.
+    """Get a rank ready for the first collective of a save by another strategy.
 
     Directory, strategy for the common state, sharded state, common state, and what
     ``_common_to_save`` returns.

@@ -1,4 +1,4 @@
-"""How two checkpoints of any formats differ: keys, shapes, dtypes, every element, every object."""
+"""Comparison of two checkpoints of any formats: keys, shapes, dtypes, elements, objects."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
         arrays: sorted by key.
@@ -203,7 +203,7 @@ class _Comparison:
         )
 
     def _unchanged(self, step: Callable[[], Any]) -> Any:
-        """What a step reads of both, each of which is still the save that was opened."""
+        """The result of a step that reads both; a StorageError if a save has replaced one."""
         return self._a.unchanged(lambda: self._b.unchanged(step))
 
     def _paired(self, keys: str | None) -> tuple[list[Pair], list[ArrayDifference], int]:
@@ -237,7 +237,7 @@ class _Comparison:
         return pairs, differences, len(names)
 
     def _compared(self, pairs: Sequence[Pair], watch: Watch | None) -> Iterable[ArrayDifference]:
-        """How arrays that both have in one shape and dtype differ. Collective.
+        """The differences of arrays that both have in one shape and dtype. Collective.
 
         The stored regions of the first checkpoint are what ranks and threads take in turn.
         """
@@ -265,7 +265,7 @@ class _Comparison:
         return merged(chain.from_iterable(self._ranks.gather(lambda: mine)))
 
     def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
-        """How a region differs."""
+        """The differences in a region."""
         (one, other), differences = pair, []
         itemsize = one.dtype.itemsize
         if one.dtype is not other.dtype:  # compared in larger ones
@@ -298,7 +298,7 @@ class _Comparison:
     def _contents(
         self, key: str, object_id: ObjectId | None, *, is_upgraded: bool = False
     ) -> Iterator[ObjectDifference]:
-        """How an object differs, or the common state."""
+        """The differences of an object, or of the common state."""
 
         def read(opened: OpenedCheckpoint) -> bytes:
             return opened.object_content(object_id) if object_id else opened.common_content()
@@ -360,7 +360,7 @@ def _single(array: ArraySpec, difference: Difference) -> ArrayDifference:
 
 
 def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
-    """What keeps the elements of two arrays from being compared, if anything."""
+    """The difference in shape or dtype, which keeps elements from being compared; or None."""
     if one.shape != other.shape:
         return ArrayDifference(one.key, Difference.SHAPE, str(one.shape), str(other.shape))
     if one.dtype is not other.dtype:
@@ -371,7 +371,7 @@ def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
 def element_difference(
     key: str, block: Region, one: HostArray, other: HostArray
 ) -> ArrayDifference:
-    """How the elements of a block differ: of one dtype in a bit, of two as numbers."""
+    """The difference of a block: elements of one dtype in a bit, of two dtypes as numbers."""
     kinds, sizes = {one.dtype.kind, other.dtype.kind}, {one.dtype.itemsize, other.dtype.itemsize}
     is_wide = kinds <= {*"iu"} and _LARGE_INTEGER_NBYTES in sizes
     wide: Any = np.complex128 if "c" in kinds else np.longdouble if is_wide else np.float64

@@ -60,7 +60,7 @@ class LazyArray:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[HostArray]:
-        """What is at each index of the first dim."""
+        """The elements at each index of the first dim."""
         return (self[n] for n in range(len(self)))
 
     @raises_megatron_errors

@@ -224,7 +224,7 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
         return [*default_allowed(), *self._allow]
 
     def unchanged(self, step: Callable[[], T]) -> T:
-        """What a step reads of it; a StorageError where another save has replaced it meanwhile."""
+        """The result of a step that reads it; a StorageError if another save has replaced it."""
         return self.stored.save.read(step)
 
     def find(self, keys: Iterable[str]) -> list[ArraySpec]:

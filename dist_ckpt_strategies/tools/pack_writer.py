@@ -33,7 +33,7 @@ _OBJECTS_NBYTES = 64 << 20
 """Of one pack, which is in memory when it is written; a larger object goes alone."""
 
 _OBJECT_NBYTES = 8 << 10
-"""What an object counts for at least: so a pack has no more than some thousands."""
+"""The least size that an object counts for: so a pack has some thousands at most."""
 
 
 def write_packs(target: Target, task: FileTask, read: Read) -> PackRecord:
@@ -138,7 +138,7 @@ def _parts(items: Iterable[WriteItem], max_nbytes: int) -> Iterator[tuple[WriteI
 
 
 def _reads(item: WriteItem, byte_offset: int, memory: Bytes) -> Iterator[ArrayRead]:
-    """What to read to have bytes of a block, from the first on that is asked for, in memory."""
+    """The reads that fill memory with bytes of a block, from a byte on."""
     elements = memory.view(item.array.dtype.numpy)
     start, done = byte_offset // elements.itemsize, 0
     for run in runs(item.region.shape, start, start + elements.size):

@@ -40,7 +40,7 @@ SAFETENSORS_DTYPES = MappingProxyType({**SAFETENSORS_NAMES, DType.FLOAT8_E8M0FNU
 
 
 class Format(StrEnum):
-    """What a checkpoint can be converted to and from; the values are those of the command line.
+    """A format to convert from or to; the values are those of the command line.
 
     Another value raises a PlanError.
     """
@@ -115,7 +115,7 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """What one thread writes, in order: a file below the target's directory, or a region of one.
+    """The items that one thread writes, in order: of a file of the target, or of a region of one.
 
     The name of a pack is its number in the layout.
     """

@@ -60,7 +60,7 @@ _OF_A_TRAINING = re.compile(r"iter_\d{7,}")
 
 
 class Status(StrEnum):
-    """What a directory is; the values are in the command's JSON.
+    """The status of a directory; the values are in the command's JSON.
 
     A complete one has its marker and all files, by names and sizes. A damaged one has a marker and
     lacks files. Of an unreadable one nothing is known.
@@ -110,7 +110,7 @@ class PruneDecision:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was removed, or would be.
+    """The decisions of a prune, carried out or not.
 
     Attributes:
         root: the directory that holds the checkpoints, or its place in an object store.
@@ -302,7 +302,7 @@ def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
 
 
 def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
-    """What there is below a place, of names that fit; links are passed over."""
+    """The directories below a place whose names match; links are passed over."""
     store: Place = place_of(root)
     if isinstance(root, Path):
         require_directory(root)
@@ -335,7 +335,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
 
 
 def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
-    """What one of them is; then, if it is a checkpoint, packs of killed saves beside it."""
+    """The status of a directory; then, in a checkpoint, packs of killed saves beside it."""
     number = _NUMBER.search(name)
     if number is None:
         return [PruneDecision(name, None, Status.OTHER, 0.0)]
@@ -367,7 +367,7 @@ def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
 
 
 def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int | None, float]:
-    """What a directory is in which no packs count, the bytes in it, and when it became that."""
+    """The status of a directory without committed packs, its bytes, and the time of change."""
     marker = directory / MARKER_NAME
     if marker.exists():
         return *_scanned(directory), marker.stat().st_mtime
@@ -393,7 +393,7 @@ def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int 
 
 
 def _scanned(directory: Path) -> tuple[Status, int | None]:
-    """What a directory with a marker is, and the bytes in it."""
+    """The status of a directory with a marker, and its bytes."""
     try:
         scanned = scan(directory)
     except (CheckpointNotFoundError, IncompatibleVersionError):

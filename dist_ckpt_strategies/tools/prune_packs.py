@@ -1,4 +1,4 @@
-"""What ``prune`` sees of packs in a place, and how it removes them. Rank-local; imports no torch.
+"""Packs in a place, for ``prune``: finding and removing them. Rank-local; imports no torch.
 
 A pack or full index that the index does not name is of a save that was killed, or that still runs.
 """
@@ -75,7 +75,7 @@ class FoundPacks:
 
 
 def look_at_packs(store: Place) -> FoundPacks:
-    """What there is of packs. Changes nothing."""
+    """The packs and indexes in a place. Changes nothing."""
     listed, named = _listed(store), {}
     if INDEX_NAME in listed:
         with suppress(CorruptCheckpointError, IncompleteCheckpointError):

@@ -76,7 +76,7 @@ _ALLOWED = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""What a description of a checkpoint consists of, by module."""
+"""The classes in a description of a checkpoint, by module."""
 
 _OTHER_SHAPE = "nd_reformulated_orig_global_shape"
 """In Megatron-Core's description of an array that was stored in another shape than its own."""
@@ -227,7 +227,7 @@ class TorchDistCheckpoint(Format1Checkpoint):
         return dump_object(found, name=name)
 
     def _loaded(self, key: str, index: MetadataIndex, expected: str) -> Any:
-        """What ``torch.save`` wrote of a shard or an object."""
+        """The value that ``torch.save`` wrote of a shard or an object."""
         name, byte_offset, nbytes = self._spans[index]
         path = f"{self._root}/{name}"
         with file_errors(key, path):

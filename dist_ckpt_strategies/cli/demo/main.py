@@ -67,7 +67,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the demonstration trains; ``global_batch`` is in sequences, over all data-parallel ranks.
+    """The training of the demonstration; ``global_batch`` counts sequences of all ranks.
 
     ``num_after_save`` iterations are done once without a break and once per resumption.
     ``sharding_type`` is Megatron's name for the form of the optimizer's state on disk; what is

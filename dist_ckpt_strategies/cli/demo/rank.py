@@ -241,7 +241,7 @@ class _Rank:
         return iter(share.split(micro_batch))
 
     def _sharded_state_dict(self, *, is_loading: bool, **metadata: str) -> dict[str, Any]:
-        """What Megatron-LM's training script hands to ``dist_checkpointing``."""
+        """The state that Megatron-LM's training script passes to ``dist_checkpointing``."""
         content = self._content_metadata | metadata
         model = self._model.module.module.sharded_state_dict(metadata=content)
         optimizer = self._optimizer.sharded_state_dict(
