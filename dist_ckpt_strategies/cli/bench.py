@@ -58,7 +58,9 @@ def limit_s(nbytes: int) -> float:
 
 def _require_space(directory: Path, nbytes: int) -> None:
     if not directory.is_dir():
-        raise StorageError(f"{directory}: expected a directory, found none", path=str(directory))
+        raise StorageError(
+            f"{directory}: expected a directory, found none; make it", path=str(directory)
+        )
     free, wanted = shutil.disk_usage(directory).free, round(_SPACE * nbytes)
     if free < wanted:
         raise StorageError(

@@ -13,7 +13,7 @@ from rich.text import Text
 from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.course import KeepBest
-from dist_ckpt_strategies.tools.prune import PruneDecision, PruneReport, prune, require_keep_best
+from dist_ckpt_strategies.tools.prune import PruneDecision, PruneReport, prune
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -57,14 +57,18 @@ def parse_duration_s(text: str) -> float:
     """The seconds of a text such as ``90``, ``90s``, ``30m``, ``1h``, ``2d``; else a PlanError."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or not math.isfinite(float(match[1])):
-        raise PlanError(f"{text!r}: expected a duration such as 90s, 30m, 1h or 2d")
+        raise PlanError(
+            f"--older-than: expected a duration such as 90s, 30m, 1h or 2d, found {text!r}"
+        )
     return float(match[1]) * _UNIT_S[match[2]]
 
 
 def parse_keep_best(text: str) -> KeepBest:
     """The rule of a text such as ``loss:min:3``; else a PlanError."""
-    metric, *rule = text.rsplit(":", 2)
-    return require_keep_best((metric, *(int(part) if part.isdecimal() else part for part in rule)))
+    match text.rsplit(":", 2):
+        case [metric, "min" | "max" as mode, count] if count.isdecimal() and int(count):
+            return metric, mode, int(count)
+    raise PlanError(f"--keep-best: expected METRIC:min:N or METRIC:max:N, found {text!r}")
 
 
 def _is_wanted(plan: PruneReport) -> bool:

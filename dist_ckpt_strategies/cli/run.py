@@ -173,9 +173,10 @@ def command_of(
         raise PlanError("--no-python: a module needs Python, leave out --module")
     program = shutil.which(script) if is_program else None
     if is_program and program is None:
-        raise PlanError(f"SCRIPT: expected a program, found {script or 'nothing'}")
+        raise PlanError(f"SCRIPT: expected a program on the PATH, found {script or 'nothing'}")
     if not (is_module or is_program or is_store_only or Path(script).is_file()):
-        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
+        there = f"{script}, which is no file" if script else "nothing"
+        raise PlanError(f"SCRIPT: expected a Python file, or a module with -m, found {there}")
     if program is not None:
         return program, *args
     return script_command(script, args, is_module=is_module)
@@ -189,7 +190,8 @@ def signals_of(names: str) -> tuple[int, ...]:
         signal.SIGSTOP,
     }.intersection(numbers):
         raise PlanError(
-            f"--signals-to-handle: expected names such as SIGTERM,SIGUSR1, found {names!r}"
+            "--signals-to-handle: expected names such as SIGTERM,SIGUSR1, without SIGKILL and "
+            f"SIGSTOP, found {names!r}"
         )
     return tuple(map(int, filter(None, numbers)))
 

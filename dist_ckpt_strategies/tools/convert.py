@@ -297,9 +297,12 @@ class _Conversion:
         for key, why in lost.items() if not self.skip_damaged else ():
             raise IncompleteCheckpointError(why, key=key)
         if not wanted and (is_model or (self.keys is not None and not objects)):
-            of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
-            lacking = "no arrays of a model" if is_model else "nothing"
-            raise ArrayNotFoundError(f"{opened.root}: {lacking}{of_keys} among its {len(opened)}")
+            matching = "" if self.keys is None else f" whose key matches {self.keys!r}"
+            kind = "array of a model" if is_model else "array or object"
+            raise ArrayNotFoundError(
+                f"{opened.root}: expected an {kind}{matching}, found none among its {len(opened)} "
+                "arrays"
+            )
         if self.skip_damaged:
             arrays, damaged = find_readable(opened, wanted)
             return _Chosen(arrays, objects, missing=(*starmap(Missing, (damaged | lost).items()),))

@@ -22,7 +22,9 @@ def prune(
     ] = None,
     keep_best: Annotated[
         str | None,
-        value(metavar="METRIC:MODE:N", help="Keep the N best of a manager's: loss:min:3."),
+        value(
+            metavar="METRIC:MODE:N", help="Keep the N best by a metric of the saves: loss:min:3."
+        ),
     ] = None,
     unfinished: Annotated[
         bool, flag("--unfinished", help="Remove what killed saves left behind.")
@@ -49,9 +51,8 @@ def prune(
     from dist_ckpt_strategies.cli.prune import parse_keep_best, prune_checkpoints  # noqa: PLC0415
 
     prepare(root)
-    best = keep_best and parse_keep_best(keep_best)
-    rules = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": best}
-    rules |= {"unfinished": unfinished}
+    rules = {"keep_last": keep_last, "keep_every": keep_every, "unfinished": unfinished}
+    rules |= {"keep_best": keep_best and parse_keep_best(keep_best)}
     prune_checkpoints(
         root, rules, older_than=older_than, dry_run=dry_run, is_agreed=yes, as_json=as_json
     )
