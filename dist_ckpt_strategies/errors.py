@@ -188,9 +188,9 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def similar_text(name: str, known: Sequence[str]) -> str:
+def similar_text(name: str, names: Sequence[str]) -> str:
     """What follows an error about a name that is not there: similar ones, if there are."""
-    near = difflib.get_close_matches(name, known, n=3)
+    near = difflib.get_close_matches(name, names, n=3)
     return f"; similar ones: {', '.join(near)}" if near else ""
 
 
@@ -278,9 +278,9 @@ def forget_frames(error: BaseException) -> None:
         one = one.__cause__
 
 
-def array_not_found(key: str, known: Sequence[str], root: object) -> ArrayNotFoundError:
+def array_not_found(key: str, keys: Sequence[str], root: object) -> ArrayNotFoundError:
     """The error for a key that is none of those that a place holds."""
-    text = f"{key}: no such array among the {len(known)} in {root}{similar_text(key, known)}"
+    text = f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}"
     return ArrayNotFoundError(text, key=key, path=str(root))
 
 

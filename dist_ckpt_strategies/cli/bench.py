@@ -108,16 +108,16 @@ def _timings(
         of_candidate[sample["repetition"]] = sample["values"]["seconds"]
     timings = []
     for step, name in itertools.product(STEPS, names):
-        own, others = seconds[step, name], seconds[step, BASELINE]
-        median = statistics.median(own.values())
-        ratios = [own[number] / other for number, other in others.items()]
+        of_candidate, others = seconds[step, name], seconds[step, BASELINE]
+        median = statistics.median(of_candidate.values())
+        ratios = [of_candidate[number] / other for number, other in others.items()]
         timings.append(
             {
                 "step": step,
                 "candidate": name,
                 "seconds": median,
-                "shortest": min(own.values()),
-                "longest": max(own.values()),
+                "shortest": min(of_candidate.values()),
+                "longest": max(of_candidate.values()),
                 "nbytes_per_second": nbytes / median,
                 "baseline_ratio": statistics.median(ratios),
             }

@@ -225,8 +225,8 @@ def _print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
     print_table(console, titles, texts, _RIGHT, {n for n, lacks in enumerate(lacking) if lacks})
 
 
-def _present(found: int, expected: int) -> str:
-    return f"{found:,}" if found == expected else f"{found:,}{_LACKING}{expected:,}"
+def _present(present: int, expected: int) -> str:
+    return f"{present:,}" if present == expected else f"{present:,}{_LACKING}{expected:,}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

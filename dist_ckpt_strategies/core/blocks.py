@@ -163,7 +163,7 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
     arrays: list[Column] = []
     for n, table in enumerate(tables):
         parts.append(table)
-        known = []
+        places = []
         for key, of_key in zip(table.keys, table.facts, strict=True):
             at = number.setdefault(key, len(facts))
             if at == len(facts):
@@ -171,8 +171,8 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
                 owner.append(n)
             elif facts[at] != of_key:
                 differing.append((key, owner[at], n))
-            known.append(at)
-        arrays.append(np.array(known, np.int64)[table.array])
+            places.append(at)
+        arrays.append(np.array(places, np.int64)[table.array])
     width = max((part.origin.shape[1] for part in parts), default=0)
     table = BlockTable(
         tuple(number),

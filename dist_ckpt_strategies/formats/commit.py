@@ -221,9 +221,9 @@ def _contents(root: Path, key_prefix: str = "") -> list[str]:
     Neither what is in other checkpoints below it or behind links, nor files of any other kind.
     """
     names = [
-        str(object_path(root, found).relative_to(root))
-        for found in object_ids(root)
-        if found.key.startswith(key_prefix)
+        str(object_path(root, name).relative_to(root))
+        for name in object_ids(root)
+        if name.key.startswith(key_prefix)
     ]
     for key in sorted(array_keys(root), key=len, reverse=True):
         if key.startswith(key_prefix):

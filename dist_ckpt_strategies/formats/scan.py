@@ -270,8 +270,8 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """The files of checkpoints of packs, with their sizes where a list says them, and others."""
     if isinstance(store, Bucket):
         names = store.names()
-        own = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
-        return {**own}, tuple(sorted({n.partition("/")[0] for n in names if n not in own}))
+        listed = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
+        return {**listed}, tuple(sorted({n.partition("/")[0] for n in names if n not in listed}))
     root = Path(str(store))
     top = read_folder(root, "")
     files: dict[str, int | None] = {
@@ -287,8 +287,8 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
 
 def _bad_index(error: CheckpointError, store: Place) -> Issue:
     name = (error.path or "").removeprefix(f"{store}/") or INDEX_NAME
-    what = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
-    return Issue(Problem.DAMAGED, None, name, "what the save wrote", what)
+    damage = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
+    return Issue(Problem.DAMAGED, None, name, "what the save wrote", damage)
 
 
 def _arrays(

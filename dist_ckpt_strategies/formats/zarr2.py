@@ -108,7 +108,7 @@ def _parsed(content: bytes) -> ArraySpec:
     """The array without a key; the arrays of all layers have few descriptions between them."""
     fields = json.loads(content)
     spelled, order = str(fields["dtype"]), fields["order"]
-    dtype = next((known for known in DType if dtype_name(known) == spelled), None)
+    dtype = next((member for member in DType if dtype_name(member) == spelled), None)
     if dtype is None:
         if spelled[:1] not in set("<>|"):
             raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")

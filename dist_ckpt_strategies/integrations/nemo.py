@@ -190,9 +190,9 @@ def _tell_of_trainer(trainer: Any) -> None:
 def _provide_state(strategy: Any, trainer: Any) -> None:
     """A StateProvider over the strategy's chunks and its Megatron-Core optimizer, if it has one."""
     optimizers = [
-        found
+        mcore
         for one in getattr(strategy, "optimizers", None) or []
-        if (found := getattr(one, "mcore_optimizer", None)) is not None
+        if (mcore := getattr(one, "mcore_optimizer", None)) is not None
     ]
     if len(optimizers) == 1:
         provider = NemoStateProvider(list(strategy.megatron_parallel), optimizers[0], trainer)

@@ -65,10 +65,10 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         """Refuse what could only fail at a later step."""
-        for name, (kind, what) in _POSITIVE.items():
+        for name, (kind, expected) in _POSITIVE.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, kind) and float(value) > 0):
-                raise PlanError(f"{name}: expected a {what} above 0, found {value!r}")
+                raise PlanError(f"{name}: expected a {expected} above 0, found {value!r}")
         if self.keep_best is not None:
             require_keep_best(self.keep_best)
         if self.keep_every and not (self.keep_last or self.keep_best):

@@ -42,12 +42,12 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
     Raises a StrategyError if one is none, or keeps state in a way that cannot be moved from here.
     """
-    found = [
+    parts = [
         part
         for part in getattr(optimizer, "chained_optimizers", [optimizer])
         if not part.is_stub_optimizer
     ]
-    for part in found:
+    for part in parts:
         if not isinstance(part, DistributedOptimizer):
             raise StrategyError(
                 f"{type(part).__name__}: expected Megatron-Core's DistributedOptimizer; set "
@@ -62,7 +62,7 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
                 "a dynamic loss scale changes before the step commit; use bfloat16, or a fixed "
                 "loss_scale"
             )
-    return found
+    return parts
 
 
 def make_moments(optimizers: Sequence[Any]) -> None:

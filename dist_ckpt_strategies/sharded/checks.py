@@ -121,8 +121,8 @@ def check_load(
         if validate:
             _require_valid(comm, answers)
         local = everyone[comm.rank] if needs_all else None
-        known = stored[0] if stored else None
-        return apply_strictness(state, strict, local, everyone or None, known)
+        keys = stored[0] if stored else None
+        return apply_strictness(state, strict, local, everyone or None, keys)
 
     return run_collectively(comm, check)
 

@@ -246,7 +246,7 @@ class Bucket:
             return future.result(timeout=limit_s)
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
-            why = f" ({found})" if (found := self._why_not()) else ""
+            why = f" ({reason})" if (reason := self._why_not()) else ""
             raise StorageTimeoutError(
                 f"{path}: the object store did not answer within {limit_s:g} s, retries included"
                 f"{why}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S "

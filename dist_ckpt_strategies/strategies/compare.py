@@ -182,12 +182,12 @@ class _Comparison:
         objects += self._unlike_object(COMMON_NAME, stored, self._common)
         return differences._replace(arrays=[*differences.arrays, *unknown.arrays], objects=objects)
 
-    def _unlike_object(self, key: str, stored: bytes, own: Any) -> list[ObjectDifference]:
+    def _unlike_object(self, key: str, stored: bytes, value_now: Any) -> list[ObjectDifference]:
         opened = self._opened
         value = load_content(stored, f"{opened.root}/{key}", key, opened.allowed)
         if key == COMMON_NAME:
             value = kept_common(value, self._ignore)
-        return object_differences(key, value, own, opened.allowed)
+        return object_differences(key, value, value_now, opened.allowed)
 
     def _compared(self, tensors: Sequence[Any], deadline: Deadline) -> Found:
         """The differences between ShardedTensors and the stored arrays of their keys."""
@@ -276,12 +276,14 @@ def is_ignored(key: object, ignore: Sequence[str]) -> bool:
     return any(fnmatchcase(str(key), pattern) for pattern in ignore)
 
 
-def object_differences(key: str, stored: Any, own: Any, allowed: Allowed) -> list[ObjectDifference]:
+def object_differences(
+    key: str, stored: Any, value: Any, allowed: Allowed
+) -> list[ObjectDifference]:
     """The differences between a stored object and that of the state. Rank-local.
 
     The state's is compared as it would be loaded.
     """
-    content = dump_loadable(own, name=key, allow=allowed)
+    content = dump_loadable(value, name=key, allow=allowed)
     places = differing_places(stored, load_content(content, "the state", key, allowed))
     first_places = islice(places, MAX_PLACES)
     return [ObjectDifference(key, Difference.VALUES, *place) for place in first_places]

@@ -133,11 +133,11 @@ def report_of(
     arrays, objects = list(missing.arrays), {(o.key, o.where): o for o in missing.objects}
     ranks: dict[str, list[int]] = {}
     for rank, (rows, places, *_) in zip(global_ranks, answers, strict=True):
-        for key, what, a, b, index, num, largest, where in rows:
+        for key, kind, a, b, index, num, largest, where in rows:
             values = index and tuple(index), num, largest, where and tuple(where)
-            arrays.append(ArrayDifference(key, Difference(what), a, b, *values))
-        for key, what, where, a, b in places:
-            objects.setdefault((key, where), ObjectDifference(key, Difference(what), where, a, b))
+            arrays.append(ArrayDifference(key, Difference(kind), a, b, *values))
+        for key, kind, where, a, b in places:
+            objects.setdefault((key, where), ObjectDifference(key, Difference(kind), where, a, b))
         for key in dict.fromkeys(key for key, *_ in [*rows, *places]):
             ranks.setdefault(key, []).append(rank)
     _, _, converted, nbytes, nbytes_read = zip(*answers, strict=True)

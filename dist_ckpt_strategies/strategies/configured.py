@@ -87,10 +87,10 @@ class Configured:
         self._require_own(backend, version, backend, loaded_version)
 
     @staticmethod
-    def _require_own(own: str, own_version: int, backend: str, version: int) -> None:
-        if (backend, version) != (own, own_version):
+    def _require_own(name: str, number: int, backend: str, version: int) -> None:
+        if (backend, version) != (name, number):
             raise IncompatibleVersionError(
-                f"expected backend {(own, own_version)}, found ({backend!r}, {version!r}); use the "
+                f"expected backend {(name, number)}, found ({backend!r}, {version!r}); use the "
                 "strategy of that backend, of a two-stage load as its base_strategy"
             )
 
@@ -116,8 +116,8 @@ class ConfiguredSaver(Configured):
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
-        ((own, own_version),) = self.formats
-        given = own if backend is None else backend, own_version if version is None else version
-        self._require_own(own, own_version, *given)
+        ((name, number),) = self.formats
+        given = name if backend is None else backend, number if version is None else version
+        self._require_own(name, number, *given)
         super().__init__(*given)  # type: ignore[call-arg]
         self._configure(options, allow, group)

@@ -417,14 +417,14 @@ def _sessions(root: Path) -> list[str]:
 
 
 def _require_common_of(
-    known: Collection[str], common_path: Path, found: str, expected: str
+    sessions: Collection[str], common_path: Path, digest: str, expected: str
 ) -> None:
     """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load."""
-    if found == expected and (found in known or not known):
+    if digest == expected and (digest in sessions or not sessions):
         return
-    what = " or ".join(known) if found == expected else f"{expected}, as on the first rank"
+    wanted = " or ".join(sessions) if digest == expected else f"{expected}, as on the first rank"
     raise CorruptCheckpointError(
-        f"common state: {common_path} has digest {found or '(no such file)'}, expected {what}; it "
-        "is damaged, or of another save; prepare_local_load restores it from another node",
+        f"common state: {common_path} has digest {digest or '(no such file)'}, expected {wanted}; "
+        "it is damaged, or of another save; prepare_local_load restores it from another node",
         path=str(common_path),
     )

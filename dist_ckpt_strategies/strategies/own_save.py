@@ -108,7 +108,7 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
             return store, self.contents(sharded, content, copies_common=common is not None), None
 
         with no_garbage_collection():
-            started = start_save(comm, self.save_format, prepare, self.kept.known, self.options)
+            started = start_save(comm, self.save_format, prepare, self.kept.cache, self.options)
             return self.finish(started, None, is_async=is_async)
 
     def finish(
@@ -126,7 +126,7 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
         if is_async:
             return begin_in_background(started, self.kept, marker, overwrite=overwrite)
         write = partial(write_share, started)
-        self.kept.known = finish_save(started, write, marker=marker, overwrite=overwrite)
+        self.kept.cache = finish_save(started, write, marker=marker, overwrite=overwrite)
         return None
 
     def place(self, checkpoint_dir: Any) -> Place:

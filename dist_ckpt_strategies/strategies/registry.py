@@ -393,8 +393,8 @@ def _exists(key: _Key, present: object) -> StrategyError:
     )
 
 
-def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyError:
-    listed = sorted((backend, version, action.value) for action, backend, version in known)
+def _not_found(key: _Key, keys: Iterable[_Key]) -> StrategyError:
+    listed = sorted((backend, version, action.value) for action, backend, version in keys)
     names = ", ".join(_text((action, *of_format)) for *of_format, action in listed) or "none"
     return StrategyError(f"no strategy for {_text(key)}; registered: {names}")
 

@@ -237,7 +237,7 @@ def _save_own(call: _Save) -> LocalSaveRequest | None:
         return store, contents, digest
 
     kept, options = strategy.kept, strategy.options
-    started = start_save(comm, strategy.save_format, prepare, kept.known, options)  # 1
+    started = start_save(comm, strategy.save_format, prepare, kept.cache, options)  # 1
     if len(set(started.notes)) > 1:
         warn_of_differences(comm, compared[0], started.notes)
     marker = CheckpointMarker(call.base.backend, call.base.version).to_json()

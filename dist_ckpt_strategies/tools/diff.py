@@ -216,8 +216,8 @@ class _Comparison:
             roots = f"{self._a.root} and {self._b.root}"
             raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
         (mine, lost), (theirs, also_lost) = (
-            find_readable(opened, some)
-            for opened, some in zip((self._a, self._b), sides, strict=True)
+            find_readable(opened, keys_of)
+            for opened, keys_of in zip((self._a, self._b), sides, strict=True)
         )
         differences = [ArrayDifference(k, Difference.DAMAGED, why, "") for k, why in lost.items()]
         for key, why in also_lost.items():
@@ -335,16 +335,16 @@ def is_equal(one: HostArray, other: HostArray) -> bool:
     return np.array_equal(mine, theirs)
 
 
-def merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
+def merged(differences: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
     """One for each array and kind, out of the differences of its regions."""
     merged: dict[tuple[str, str], ArrayDifference] = {}
-    for other in found:
+    for other in differences:
         place = other.key, other.difference
         one = merged.setdefault(place, other)
         if one is not other:
-            by_size = sorted((one, other), key=lambda found: found.max_abs_difference or -1.0)
+            by_size = sorted((one, other), key=lambda d: d.max_abs_difference or -1.0)
             merged[place] = replace(
-                min(one, other, key=lambda found: found.index or ()),
+                min(one, other, key=lambda d: d.index or ()),
                 num_differing=one.num_differing + other.num_differing,
                 max_abs_difference=by_size[1].max_abs_difference,
                 max_index=by_size[1].max_index,
@@ -378,21 +378,21 @@ def element_difference(
     if one.dtype == other.dtype:
         is_other = (bytes_of(one) != bytes_of(other)).reshape(one.size, -1).any(axis=1)
     else:
-        own, others = one.reshape(-1).astype(wide), other.reshape(-1).astype(wide)
-        is_other = (own != others) & ~(np.isnan(own) & np.isnan(others))
+        mine, others = one.reshape(-1).astype(wide), other.reshape(-1).astype(wide)
+        is_other = (mine != others) & ~(np.isnan(mine) & np.isnan(others))
     places = np.flatnonzero(is_other)
     if not places.size:
         return ArrayDifference(key, Difference.VALUES, "", "")
-    own, others = one.reshape(-1)[places], other.reshape(-1)[places]
+    mine, others = one.reshape(-1)[places], other.reshape(-1)[places]
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(own.astype(wide) - others.astype(wide))
+        apart = np.abs(mine.astype(wide) - others.astype(wide))
     largest, where = None, None
     if not np.isnan(apart).all():
         at = int(np.nanargmax(apart))
         largest, where = float(apart[at]), _index(block, places[at])
     first = _index(block, places[0]), int(places.size)
     return ArrayDifference(
-        key, Difference.VALUES, str(own[0]), str(others[0]), *first, largest, where
+        key, Difference.VALUES, str(mine[0]), str(others[0]), *first, largest, where
     )
 
 

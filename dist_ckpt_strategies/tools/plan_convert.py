@@ -59,7 +59,7 @@ class Format(StrEnum):
     @classmethod
     def of(cls, name: str | tuple[str, int]) -> Format:
         """The format of that name, or of a backend and version."""
-        of_backend = (known for known in _BACKENDS if known.backend == name)
+        of_backend = (member for member in _BACKENDS if member.backend == name)
         return next(of_backend, None) or cls(str(name))
 
     @classmethod

@@ -215,7 +215,7 @@ def _carry_out(
 
 
 def build_prune_plan(
-    found: Iterable[PruneDecision],
+    candidates: Iterable[PruneDecision],
     last: int | None = None,
     every: int | None = None,
     *,
@@ -235,7 +235,7 @@ def build_prune_plan(
             raise PlanError(f"{name} is {count}, expected 1 or more")
     if not older_than_s >= 0:
         raise PlanError(f"older_than is {older_than_s} s, expected 0 or more")
-    ordered = sorted(found, key=_order)
+    ordered = sorted(candidates, key=_order)
     numbered = [one for one in ordered if one.iteration is not None]
     complete = [one for one in numbered if one.status is Status.COMPLETE]
     is_all_kept, num_kept = last is None and every is None and best is None, last or 0
@@ -281,10 +281,10 @@ def require_keep_best(keep_best: object) -> KeepBest:
 
 
 def _ranked(
-    root: Location, found: Iterable[PruneDecision], metric: str, mode: str
+    root: Location, decisions: Iterable[PruneDecision], metric: str, mode: str
 ) -> list[PruneDecision]:
     """The same, complete ones with their rank by a metric, the best first."""
-    ordered, store = list(found), place_of(root)
+    ordered, store = list(decisions), place_of(root)
     values: dict[int, float] = {}
     for number, one in enumerate(ordered):
         if one.status is Status.COMPLETE and one.iteration is not None:

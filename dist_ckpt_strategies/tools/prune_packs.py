@@ -142,12 +142,12 @@ def _named_sizes(store: Place) -> dict[str, int]:
     return {full_index_of(index.pointer.save_id): index.nbytes} | packs
 
 
-def written_s(store: Place, found: FoundPacks, names: Iterable[str]) -> float:
+def written_s(store: Place, packs: FoundPacks, names: Iterable[str]) -> float:
     """When the newest of these files was written; 0 if there are none.
 
     In a bucket that is when its save began, and now where a file does not say that.
     """
-    return max((found.listed[name][1] or _begun_s(store, name) for name in names), default=0.0)
+    return max((packs.listed[name][1] or _begun_s(store, name) for name in names), default=0.0)
 
 
 def _begun_s(store: Place, name: str) -> float:

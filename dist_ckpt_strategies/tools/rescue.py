@@ -49,8 +49,8 @@ def find_readable(
     """The arrays of these keys, and why others are damaged: their descriptions, or lost blocks."""
     wanted = list(keys)
 
-    def find(some: Sequence[str]) -> list[ArraySpec]:
-        arrays = opened.find(some)
+    def find(some_keys: Sequence[str]) -> list[ArraySpec]:
+        arrays = opened.find(some_keys)
         require_whole(arrays)
         return arrays
 

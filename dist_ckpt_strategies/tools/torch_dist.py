@@ -118,8 +118,8 @@ def _read_metadata(path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex
         ) from error
 
 
-def _parsed(found: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex, _Span]]:
-    described = getattr(found, "mcore_data", None) or {}
+def _parsed(metadata: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex, _Span]]:
+    described = getattr(metadata, "mcore_data", None) or {}
     reshaped = [key for key, more in described.items() if _OTHER_SHAPE in more]
     if reshaped:
         raise IncompatibleVersionError(
@@ -127,9 +127,9 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[Metadata
             "ranges of Megatron-Core <= 0.15, which torch_dist keeps in another shape; save with "
             "the fully_reshardable or dp_reshardable optimizer format, or with ('zarr', 1)"
         )
-    spans = {index: _span(index, info) for index, info in found.storage_data.items()}
+    spans = {index: _span(index, info) for index, info in metadata.storage_data.items()}
     arrays = {}
-    for key, stored in sorted(found.state_dict_metadata.items()):
+    for key, stored in sorted(metadata.state_dict_metadata.items()):
         if not isinstance(stored, TensorStorageMetadata):
             spans[MetadataIndex(key)]  # a KeyError where no file holds the object
             continue
@@ -223,8 +223,8 @@ class TorchDistCheckpoint(Format1Checkpoint):
     def object_content(self, object_id: ObjectId) -> bytes:
         """See Format1Checkpoint. torch_dist keeps each in a list of one."""
         name = object_id.unique_key
-        (found,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
-        return dump_object(found, name=name)
+        (value,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
+        return dump_object(value, name=name)
 
     def _loaded(self, key: str, index: MetadataIndex, expected: str) -> Any:
         """The value that ``torch.save`` wrote of a shard or an object."""

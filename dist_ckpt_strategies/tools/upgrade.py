@@ -50,10 +50,10 @@ def upgraded_common(
     optimizer in it is of the old form, where that ``is_required``, or its steps differ.
     """
     state = load_content(content, path, "common state", allow)
-    optimizers = [found for found in _dicts(state) if _FORM in found]
-    old = [found for found in optimizers if found[_FORM] == _OLD_FORM]
+    optimizers = [held for held in _dicts(state) if _FORM in held]
+    old = [held for held in optimizers if held[_FORM] == _OLD_FORM]
     if not old and is_required:
-        forms = sorted({str(found[_FORM]) for found in optimizers})
+        forms = sorted({str(held[_FORM]) for held in optimizers})
         raise StrategyError(
             f"{path}: nothing to upgrade; expected a distributed optimizer of the form "
             f"{_OLD_FORM}, found {', '.join(forms) or 'none'}"
@@ -72,9 +72,9 @@ def upgraded_common(
                     f"({sorted(steps)}), which {_NEW_FORM} cannot express"
                 )
             (group["step"],) = steps
-    for found in _dicts(state):
-        if found.get(_METADATA_FORM) == _OLD_FORM:
-            found[_METADATA_FORM] = _NEW_FORM
+    for held in _dicts(state):
+        if held.get(_METADATA_FORM) == _OLD_FORM:
+            held[_METADATA_FORM] = _NEW_FORM
     return dump_object(state, name="common state")
 
 

@@ -147,8 +147,8 @@ def build_group_plan(
     most = min(limit, MAX_PACKED_NBYTES)
     packs += [
         (ranks, tuple(together))
-        for ranks, some in small.items()
-        for together in groups(some, most, lambda each: each.nbytes + _ALIGNMENT)
+        for ranks, slices in small.items()
+        for together in groups(slices, most, lambda each: each.nbytes + _ALIGNMENT)
     ]
     batches = _with_readers(packs, len(requests))
     rounds = _in_rounds(batches, min(round_nbytes, -(-total // _MIN_ROUNDS)))

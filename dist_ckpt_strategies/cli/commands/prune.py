@@ -51,8 +51,9 @@ def prune(
     from dist_ckpt_strategies.cli.prune import parse_keep_best, prune_checkpoints  # noqa: PLC0415
 
     prepare(root)
-    rules = {"keep_last": keep_last, "keep_every": keep_every, "unfinished": unfinished}
-    rules |= {"keep_best": keep_best and parse_keep_best(keep_best)}
+    best = keep_best and parse_keep_best(keep_best)
+    rules = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": best}
+    rules |= {"unfinished": unfinished}
     prune_checkpoints(
         root, rules, older_than=older_than, dry_run=dry_run, is_agreed=yes, as_json=as_json
     )
