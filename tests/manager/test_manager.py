@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import multiprocessing
 import os
 import random
@@ -42,7 +41,7 @@ from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheck
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.local.clique_worlds import once
-from tests.support.entries import Failure, outcome
+from tests.support.entries import Failure, logged, outcome
 from tests.support.memory_provider import MemoryProvider
 from tests.support.processes import finished, run_script, until
 from tests.support.ranks import RankDiedError, allow_processes, forkserver, run_processes
@@ -714,10 +713,7 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
     """Body of a rank: steps, minutes, retention, what is left out, and what is written of it."""
     in_threads()
     training = Training()
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies.manager").addHandler(handler)
+    texts = logged(".manager")
     quiet = ManagerOptions(timeout_s=40.0, preemption_signals=(), metrics=f"{root}/metrics.jsonl")
     policy = SavePolicy(every_steps=10, keep_last=1, keep_every=20)
     with TieredCheckpointManager(f"{root}/steps", policy=policy, options=quiet) as manager:
