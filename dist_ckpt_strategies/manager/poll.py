@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,6 +152,6 @@ class Poller:
         return _GLOBAL * (tier is Tier.GLOBAL) | _LOCAL * (tier is Tier.LOCAL)
 
 
-def _raise_any(failures: Sequence[Exception]) -> None:
-    for error in failures:
-        raise error
+def _raise_any(failures: list[Exception]) -> None:
+    if failures:
+        raise failures.pop()  # in the list it would be part of a cycle, with its frames
