@@ -11,7 +11,7 @@ from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_col
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError, PlanError
-from dist_ckpt_strategies.formats.course import Course
+from dist_ckpt_strategies.formats.course import Course, read_course, read_metrics
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import NO_STEP, Attempt, Loaded, Tier
 from dist_ckpt_strategies.manager.latest import load_newest, load_step
@@ -55,13 +55,12 @@ class CheckpointReader:
         self._root, self._timeout_s = root, timeout_s
         self.loaded: Loaded | None = None
         saving = {"sharded_strategy": options.strategy, "allow": options.allow}
-        saving |= {"on_unchanged": options.on_unchanged}
+        saving |= {"on_unchanged": options.on_unchanged, "timeout_s": options.timeout_s}
         self._tiers: dict[Tier, DiskTier] = {}  # of equal steps, the first is loaded
         if local is not None:
             local.bind(self.root)
-            self._tiers[Tier.LOCAL] = LocalTier(local, root)
-        shared = GlobalTier(root, NAME, **saving, timeout_s=options.timeout_s)
-        self._tiers[Tier.GLOBAL] = shared
+            self._tiers[Tier.LOCAL] = LocalTier(local)
+        self._tiers[Tier.GLOBAL] = GlobalTier(root, NAME, **saving)
 
     def directory(self, step: int) -> str:
         """Path or URL of the global checkpoint of a step. Rank-local."""
@@ -78,11 +77,11 @@ class CheckpointReader:
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a global checkpoint was saved with. Rank-local; reads the storage."""
-        return self._root.metrics(step)
+        return read_metrics(self._root.store, step)
 
     def course(self) -> Course:
         """The course, with the checkpoints that were left. Rank-local; reads the storage."""
-        return self._root.course()
+        return read_course(self._root.store)
 
     @raises_megatron_errors
     def load_latest(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_on_first_rank
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -168,6 +168,11 @@ class Saves:
         tier = Tier(begun.tier)
         mine = [work.nbytes, begun.blocking_s, work.seconds, begun.waited_s]
 
+        def prepare() -> None:
+            self._root.require_lock()
+            if tier is Tier.GLOBAL:  # so that any visible checkpoint has its metrics
+                self._root.within(partial(self._root.write_metrics, begun.step, save.metrics))
+
         def note() -> list[float]:
             if comm.rank == 0:
                 noted = begun.step, tier, self.resumed, self._policy.keep_best
@@ -175,7 +180,8 @@ class Saves:
             return mine
 
         try:
-            self._tiers[tier].finalise(save)
+            run_on_first_rank(comm, prepare)
+            save.commit()
             sizes, *seconds = zip(*run_and_gather(comm, note), strict=True)
         except BaseException as error:
             self.running = self.last = None
