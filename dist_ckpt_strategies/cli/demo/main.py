@@ -7,10 +7,10 @@ the checkpoint and train on too: their state must be bit-identical, and their lo
 
 from __future__ import annotations
 
-import json
+import pickle
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -96,14 +96,6 @@ class RankTask:
     resumes: bool = False
     two_stage: bool = False
 
-    @classmethod
-    def from_json(cls, text: str) -> RankTask:
-        """The task of which ``asdict`` was written."""
-        fields = json.loads(text)
-        layout, training = ParallelLayout(**fields.pop("layout")), fields.pop("training")
-        size, checkpoint = ModelSize(**training.pop("size")), Path(fields.pop("checkpoint"))
-        return cls(layout, Training(size, **training), checkpoint, **fields)
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -120,18 +112,18 @@ def run_task(task: RankTask) -> Outcome:
         RankError: a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="dist-ckpt-demo-") as scratch:
-        outcome_path = Path(scratch, "outcome.json")
-        arguments = [json.dumps(asdict(task), default=str), str(outcome_path)]
+        task_path, outcome_path = Path(scratch, "task"), Path(scratch, "outcome")
+        task_path.write_bytes(pickle.dumps(task))
+        paths = [str(task_path), str(outcome_path)]
         try:
-            status = run_ranks(task.layout.num_ranks, _RANK_MODULE, arguments)
+            status = run_ranks(task.layout.num_ranks, _RANK_MODULE, paths)
         except RankError as error:
             error.args = (f"{task.layout}: {error.message}",)
             raise
         if status:
             raise RankError(f"{task.layout}: rank 0 failed (exit status {status}), see above")
-        outcome = json.loads(outcome_path.read_text())
-    losses = {int(iteration): loss for iteration, loss in outcome["losses"].items()}
-    return Outcome(losses, outcome["digests"])
+        outcome: Outcome = pickle.loads(outcome_path.read_bytes())  # noqa: S301 - our own
+    return outcome
 
 
 def compare_digests(
