@@ -104,24 +104,17 @@ def save(  # noqa: PLR0913 - those of DCP
     """
     chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
     comm = _communicator(process_group, chosen, f"to {path}", "DCP save", no_dist=no_dist)
-    writers: list[PackStorageWriter] = []
 
-    def prepare() -> None:
+    def prepare() -> PackStorageWriter:
         how: Any = {"options": chosen, "allow": allow, "overwrite": overwrite}
-        writers.append(storage_writer or PackStorageWriter(path, **how))
-        writers[0].reset(path)
+        writer = storage_writer or PackStorageWriter(path, **how)
+        writer.reset(path)
+        return writer
 
-    run_collectively(comm, prepare)  # a rank that does not come is named
-    verb: Any = partial(
-        dcp_save,
-        state_dict,
-        storage_writer=writers[0],
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
-    metadata: Metadata
-    metadata = run_collectively(comm, lambda: _called(comm, verb, chosen, writers[0].discard))
+    writer = run_collectively(comm, prepare)  # a rank that does not come is named
+    how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    verb: Any = partial(dcp_save, state_dict, storage_writer=writer, **how)
+    metadata: Metadata = run_collectively(comm, lambda: _called(comm, verb, chosen, writer.discard))
     return metadata
 
 
@@ -157,14 +150,8 @@ def load(  # noqa: PLR0913 - those of DCP
         return readers[0].open().identity
 
     require_same_checkpoint(comm, path, run_and_gather(comm, prepare))
-    verb: Any = partial(
-        dcp_load,
-        state_dict,
-        storage_reader=readers[0],
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    verb: Any = partial(dcp_load, state_dict, storage_reader=readers[0], **how)
     run_collectively(comm, lambda: _called(comm, verb, chosen))
 
 

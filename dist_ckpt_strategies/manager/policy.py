@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -162,6 +162,12 @@ def whole_step(step: object) -> int:
     if not (isinstance(step, Integral) and int(step) >= 0):
         raise PlanError(f"step: expected the number of steps done, found {step!r}")
     return int(step)
+
+
+def require_same(steps: Sequence[object]) -> None:
+    """Raise a PlanError unless all ranks have the same step."""
+    if len(set(steps)) > 1:
+        raise PlanError(f"step: expected the same on all ranks, found {[*steps]} on ranks 0, 1, …")
 
 
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:

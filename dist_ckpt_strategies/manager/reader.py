@@ -10,12 +10,12 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import SaveMetrics
-from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError, PlanError
+from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError
 from dist_ckpt_strategies.formats.course import Course, read_course, read_metrics
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import NO_STEP, Attempt, Loaded, Tier
 from dist_ckpt_strategies.manager.latest import load_newest, load_step
-from dist_ckpt_strategies.manager.policy import ManagerOptions, whole_step
+from dist_ckpt_strategies.manager.policy import ManagerOptions, require_same, whole_step
 from dist_ckpt_strategies.manager.resume import check_resume
 from dist_ckpt_strategies.manager.root import NAME, Root
 from dist_ckpt_strategies.manager.tiers import DiskTier, GlobalTier, LocalTier, State
@@ -150,9 +150,7 @@ class CheckpointReader:
         """
         step = whole_step(step)
         comm, state = self._begin_load(state_dict)
-        steps = run_and_gather(comm, lambda: step)
-        if len(set(steps)) > 1:
-            raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
+        require_same(run_and_gather(comm, lambda: step))
         return self._load(comm, partial(load_step, step=step), state, arguments, step)
 
     @raises_megatron_errors

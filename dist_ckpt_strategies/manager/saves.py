@@ -13,11 +13,15 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
     PeerTimeoutError,
-    PlanError,
     StorageError,
 )
 from dist_ckpt_strategies.manager.candidates import Tier
-from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy, numbers_of
+from dist_ckpt_strategies.manager.policy import (
+    ManagerOptions,
+    SavePolicy,
+    numbers_of,
+    require_same,
+)
 from dist_ckpt_strategies.manager.root import Resumed, Root, now
 from dist_ckpt_strategies.manager.tiers import DiskTier, RunningSave, State
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -157,9 +161,7 @@ class Saves:
             prepared.append((state, numbers_of(metrics)))
             return step
 
-        steps = run_and_gather(comm, prepare)
-        if len(set(steps)) > 1:
-            raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
+        require_same(run_and_gather(comm, prepare))
         return prepared[0]
 
     def _end(self, save: RunningSave) -> None:
