@@ -308,16 +308,16 @@ def with_profile(options: StoreOptions) -> StoreOptions:
 
 def _parsed_fields(kind: type[Any], given: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Fields of options, each by a variable and its text; errors name the variable."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     parsers: dict[type[Any], Callable[[str], Any]] = {bool: _switch, int: int, float: float}
     defaults = {field.name: field.default for field in fields(kind)}
     for name, (variable, text) in given.items():
-        found[name] = parsed(variable, text, parsers.get(type(defaults[name]), str))
+        values[name] = parsed(variable, text, parsers.get(type(defaults[name]), str))
         try:
-            kind(**{name: found[name]})
+            kind(**{name: values[name]})
         except StrategyError as error:
             raise StrategyError(f"{variable}: {error.message}") from None
-    return found
+    return values
 
 
 def debug_from_environment() -> bool:

@@ -140,8 +140,8 @@ def on_own_gpu() -> AbstractContextManager[None]:
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Torch's name for an element type."""
-    found: torch.dtype = getattr(torch, dtype.value)
-    return found
+    torch_type: torch.dtype = getattr(torch, dtype.value)
+    return torch_type
 
 
 def as_tensor(elements: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
@@ -238,10 +238,10 @@ def to_host(
     """
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     is_there = [t.device.type == "cpu" and t.is_contiguous() for t in plain]
-    staged = [t for t, found in zip(plain, is_there, strict=True) if not found]
+    staged = [t for t, is_staged in zip(plain, is_there, strict=True) if not is_staged]
     copies = iter((memory or HostSnapshot()).take(staged) if staged else ())
     places = zip(plain, is_there, strict=True)
-    return [host_view(tensor if found else next(copies)) for tensor, found in places]
+    return [host_view(tensor if is_staged else next(copies)) for tensor, is_staged in places]
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:
@@ -262,10 +262,10 @@ def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, source in zip(targets, sources, strict=True):
-        plain, found = target.detach(), source.detach()
-        on_device = next((t for t in (plain, found) if t.device.type == "cuda"), None)
+        plain, data = target.detach(), source.detach()
+        on_device = next((t for t in (plain, data) if t.device.type == "cuda"), None)
         if on_device is None:
-            plain.copy_(found)
+            plain.copy_(data)
             continue
         device = on_device.device
         # Leaving a stream sets the device that was current before: in a new thread GPU 0.
@@ -274,7 +274,7 @@ def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
                 streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 streams[device].wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(streams[device]):
-                plain.copy_(found, non_blocking=True)
+                plain.copy_(data, non_blocking=True)
                 on_device.record_stream(streams[device])
     for device, stream in streams.items():
         with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -318,14 +318,14 @@ def bytes_of_mapping(memory: mmap.mmap, *, is_pinned: bool) -> torch.Tensor:
 
     Source: cudaHostRegister, as torch's own checkpoints use it for memory that processes share.
     """
-    found = np.frombuffer(memory, np.uint8)
+    buffer = np.frombuffer(memory, np.uint8)
     if is_pinned:
-        start, runtime = found.ctypes.data, cast("Any", torch.cuda.cudart)()
-        if _is_done(lambda: runtime.cudaHostRegister(start, found.size, 0), f"pin {found.size}"):
+        start, runtime = buffer.ctypes.data, cast("Any", torch.cuda.cudart)()
+        if _is_done(lambda: runtime.cudaHostRegister(start, buffer.size, 0), f"pin {buffer.size}"):
             # ``memory`` is an argument so that it is still mapped then.
             unpin = partial(runtime.cudaHostUnregister, start)
-            weakref.finalize(found, lambda _: _is_done(unpin, "unpin"), memory)
-    return torch.from_numpy(found)
+            weakref.finalize(buffer, lambda _: _is_done(unpin, "unpin"), memory)
+    return torch.from_numpy(buffer)
 
 
 class HostSnapshot:

@@ -188,9 +188,9 @@ def some_of(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def similar_text(name: str, known: Sequence[str]) -> str:
+def similar_text(name: str, names: Sequence[str]) -> str:
     """The end of a message about an unknown name: similar names, if any."""
-    near = difflib.get_close_matches(name, known, n=3)
+    near = difflib.get_close_matches(name, names, n=3)
     return f"; similar ones: {', '.join(near)}" if near else ""
 
 
@@ -209,20 +209,20 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
         text = f"{path}: {error.strerror}"
     message = f"{type(error).__name__}: {text}"
     state = {"key": None, "path": path, "global_rank": None}
-    found: CheckpointError
+    converted: CheckpointError
     try:
-        found = built_error(type(error).__name__, (ours, type(error)), (message,), state)
+        converted = built_error(type(error).__name__, (ours, type(error)), (message,), state)
     except TypeError:  # no class can be both, as with MemoryError
-        found = built_error("", (ours,), (message,), state)
-    found.__cause__ = error
-    return found
+        converted = built_error("", (ours,), (message,), state)
+    converted.__cause__ = error
+    return converted
 
 
 def _public_class(name: str) -> type[CheckpointError] | None:
     """The class of that name in this module."""
-    found = globals().get(name)
-    is_one = isinstance(found, type) and issubclass(found, CheckpointError)
-    return found if is_one else None
+    value = globals().get(name)
+    is_one = isinstance(value, type) and issubclass(value, CheckpointError)
+    return value if is_one else None
 
 
 def error_from_peer(
@@ -259,9 +259,9 @@ def kind_of(error: CheckpointError) -> str:
 
     Classes that an adapter made come down to ours, and what a peer reported to what it reported.
     """
-    known = [cls for cls in type(error).__mro__ if _public_class(cls.__name__) is cls]
-    reported = [cls for cls in known if cls not in {PeerError, CheckpointError}]
-    return (reported or known)[0].__name__
+    public = [cls for cls in type(error).__mro__ if _public_class(cls.__name__) is cls]
+    reported = [cls for cls in public if cls not in {PeerError, CheckpointError}]
+    return (reported or public)[0].__name__
 
 
 def forget_frames(error: BaseException) -> None:
@@ -278,9 +278,9 @@ def forget_frames(error: BaseException) -> None:
         one = one.__cause__
 
 
-def array_not_found(key: str, known: Sequence[str], root: object) -> ArrayNotFoundError:
+def array_not_found(key: str, keys: Sequence[str], root: object) -> ArrayNotFoundError:
     """The error for a key that is none of those that a place holds."""
-    text = f"{key}: no such array among the {len(known)} in {root}{similar_text(key, known)}"
+    text = f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}"
     return ArrayNotFoundError(text, key=key, path=str(root))
 
 
@@ -317,8 +317,8 @@ def needs_megatron_core() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        found = getattr(sys.modules.get("megatron.core"), "__version__", "none")
+        installed = getattr(sys.modules.get("megatron.core"), "__version__", "none")
         raise MissingDependencyError(
             f"expected megatron-core 0.16 or later, with what this package uses of it, found "
-            f"{found}: {error}; install megatron-core>=0.16, or a newer dist-ckpt-strategies"
+            f"{installed}: {error}; install megatron-core>=0.16, or a newer dist-ckpt-strategies"
         ) from error

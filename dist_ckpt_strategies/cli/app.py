@@ -41,9 +41,9 @@ def main() -> None:
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it
     if asked:
-        found = [f"{name} {version(name)}" for name in ("megatron-core", "torch", "tensorstore")]
-        found.append(f"Python {platform.python_version()}")
-        typer.echo(f"dist-ckpt {dist_ckpt_strategies.__version__} ({', '.join(found)})")
+        versions = [f"{name} {version(name)}" for name in ("megatron-core", "torch", "tensorstore")]
+        versions.append(f"Python {platform.python_version()}")
+        typer.echo(f"dist-ckpt {dist_ckpt_strategies.__version__} ({', '.join(versions)})")
         raise typer.Exit
 
 

@@ -17,13 +17,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from dist_ckpt_strategies.cli.ranks import CLI, run_ranks
-from dist_ckpt_strategies.cli.render import (
-    bytes_text,
-    counted,
-    print_json,
-    print_table,
-    printable,
-)
+from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import StorageError
 
@@ -64,7 +58,9 @@ def limit_s(nbytes: int) -> float:
 
 def _require_space(directory: Path, nbytes: int) -> None:
     if not directory.is_dir():
-        raise StorageError(f"{directory}: expected a directory, found none", path=str(directory))
+        raise StorageError(
+            f"{directory}: expected a directory, found none; make it", path=str(directory)
+        )
     free, wanted = shutil.disk_usage(directory).free, round(_SPACE * nbytes)
     if free < wanted:
         raise StorageError(
@@ -93,9 +89,9 @@ def show_results(
         print_json("bench", {**facts, **results})
         return
     console = Console(highlight=False)
-    what = f"{bytes_text(facts['nbytes'])}, {counted(facts['num_arrays'], 'array')}"
+    state = f"{bytes_text(facts['nbytes'])}, {counted(facts['num_arrays'], 'array')}"
     rounds = f"{counted(facts['num_ranks'], 'rank')}, {counted(facts['repetitions'], 'round')}"
-    console.print(f"{printable(facts['path'])}: {what}, {rounds}", soft_wrap=True, markup=False)
+    console.print(f"{printable(facts['path'])}: {state}, {rounds}", soft_wrap=True, markup=False)
     titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
     print_table(console, titles, [*map(_row, timings)], titles[1:])
     for name, package in lacking.items():
@@ -112,16 +108,16 @@ def _timings(
         of_candidate[sample["repetition"]] = sample["values"]["seconds"]
     timings = []
     for step, name in itertools.product(STEPS, names):
-        own, others = seconds[step, name], seconds[step, BASELINE]
-        median = statistics.median(own.values())
-        ratios = [own[number] / other for number, other in others.items()]
+        of_candidate, others = seconds[step, name], seconds[step, BASELINE]
+        median = statistics.median(of_candidate.values())
+        ratios = [of_candidate[number] / other for number, other in others.items()]
         timings.append(
             {
                 "step": step,
                 "candidate": name,
                 "seconds": median,
-                "shortest": min(own.values()),
-                "longest": max(own.values()),
+                "shortest": min(of_candidate.values()),
+                "longest": max(of_candidate.values()),
                 "nbytes_per_second": nbytes / median,
                 "baseline_ratio": statistics.median(ratios),
             }

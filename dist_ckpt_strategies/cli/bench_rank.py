@@ -1,4 +1,4 @@
-"""What measures saves and loads: a state, ways to store it, and rounds in which they take turns.
+"""Measurement of saves and loads: a state, ways to store it, and rounds of all ways in turn.
 
 ``dist-ckpt bench`` runs ``bench_on_rank`` on its ranks. The scripts in ``benchmarks`` use the same
 parts.
@@ -129,7 +129,7 @@ class Shard:
 
 Shards = Sequence[Shard]
 Split = Literal["TP", "rows", "columns"]
-"""How arrays are divided: as tensor parallelism does, or all along the first or the last axis."""
+"""Division of arrays: as by tensor parallelism, or all along the first or the last axis."""
 
 
 def build_shards(size: GptSize, part: int, num_parts: int, split: Split = "TP") -> Shards:
@@ -142,8 +142,8 @@ def build_shards(size: GptSize, part: int, num_parts: int, split: Split = "TP") 
     for key, shape, tensor_parallel_axis, dtype in size.arrays():
         axis = {"rows": 0, "columns": len(shape) - 1}.get(split, tensor_parallel_axis)
         whole = torch.empty(shape, dtype=dtype).normal_(generator=generator)
-        own = whole.chunk(num_parts, axis)[part].clone(memory_format=torch.contiguous_format)
-        shards.append(Shard(key, axis, part, num_parts, own))
+        own_part = whole.chunk(num_parts, axis)[part].clone(memory_format=torch.contiguous_format)
+        shards.append(Shard(key, axis, part, num_parts, own_part))
     return shards
 
 
@@ -229,7 +229,7 @@ class Megatron:
         return {shard.key: loaded[shard.key] for shard in self._shards}
 
     def state(self) -> dict[str, Any]:
-        """What is saved: the shards and a common state."""
+        """The state to save: the shards and a common state."""
         return {"iteration": 1, "args": {"hidden": 1}, **self.sharded()}
 
     def sharded(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Packs(Megatron):
         return {shard.key: loaded[shard.key] for shard in self._shards}
 
     def place(self, directory: Path) -> str | Path:
-        """Where the checkpoint called ``directory`` is."""
+        """The path or URL of the checkpoint called ``directory``."""
         return directory
 
 

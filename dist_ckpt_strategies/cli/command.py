@@ -1,4 +1,4 @@
-"""What the commands of ``dist-ckpt`` share: help, exit status, failures and arguments."""
+"""Common parts of the commands: help, exit status, failures and arguments."""
 
 import sys
 from collections.abc import Callable

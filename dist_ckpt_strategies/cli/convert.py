@@ -121,32 +121,32 @@ def _print_diff(a: str, b: str, report: DiffReport) -> None:
     print_dim(console, f"compared: {_compared(report)}{renamed}")
 
 
-def _array_line(found: ArrayDifference) -> str:
-    if found.difference is not Difference.VALUES:
-        return _line(found.key, found)
-    index, at = (f"[{', '.join(map(str, i or ()))}]" for i in (found.index, found.max_index))
-    limit = found.max_abs_difference
+def _array_line(one: ArrayDifference) -> str:
+    if one.difference is not Difference.VALUES:
+        return _line(one.key, one)
+    index, at = (f"[{', '.join(map(str, i or ()))}]" for i in (one.index, one.max_index))
+    limit = one.max_abs_difference
     largest = "not a number" if limit is None else f"{limit:g} at {at}"
-    verb = "differs" if found.num_differing == 1 else "differ"
+    verb = "differs" if one.num_differing == 1 else "differ"
     return (
-        f"{found.key}: {counted(found.num_differing, 'element')} {verb}, the first at {index}: "
-        f"{found.a} and {found.b}; largest absolute difference {largest}"
+        f"{one.key}: {counted(one.num_differing, 'element')} {verb}, the first at {index}: "
+        f"{one.a} and {one.b}; largest absolute difference {largest}"
     )
 
 
-def _object_line(found: ObjectDifference) -> str:
-    return _line(f"{found.key}{': ' if found.where else ''}{found.where}", found)
+def _object_line(one: ObjectDifference) -> str:
+    return _line(f"{one.key}{': ' if one.where else ''}{one.where}", one)
 
 
-def _line(name: str, found: ArrayDifference | ObjectDifference) -> str:
-    if found.difference is Difference.ONLY_IN_A:
+def _line(name: str, one: ArrayDifference | ObjectDifference) -> str:
+    if one.difference is Difference.ONLY_IN_A:
         return f"{name}: only in the first"
-    if found.difference is Difference.ONLY_IN_B:
+    if one.difference is Difference.ONLY_IN_B:
         return f"{name}: only in the second"
-    if found.difference is Difference.DAMAGED:
-        damage = zip(("first", "second"), (found.a, found.b), strict=True)
+    if one.difference is Difference.DAMAGED:
+        damage = zip(("first", "second"), (one.a, one.b), strict=True)
         return f"{name}: " + "; ".join(
             f"damaged in the {which}: {why}" for which, why in damage if why
         )
-    what = "" if found.difference is Difference.VALUES else f"{found.difference.value} "
-    return f"{name}: {what}{found.a} and {found.b}"
+    kind = "" if one.difference is Difference.VALUES else f"{one.difference.value} "
+    return f"{name}: {kind}{one.a} and {one.b}"

@@ -51,8 +51,8 @@ def inspect_checkpoint(
     address: str, keys: str | None, *, with_objects: bool, as_json: bool
 ) -> Status:
     """Show the arrays and objects of a checkpoint, or local shards; returns the exit status."""
-    found = _scanned(located(address, None, what="DIR"), None)
-    summary = summary_of(found, keys, with_objects=with_objects)
+    scanned = _scanned(located(address, None, what="DIR"), None)
+    summary = summary_of(scanned, keys, with_objects=with_objects)
     if as_json:
         _print_json("inspect", summary, {"complete": summary.is_fine, **summary.lists})
     else:
@@ -96,12 +96,12 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
     place = located(address, None, what="DIR")
     with open_bars() as open_bar, tool_ranks(nproc) as comm:
         ranks = Ranks(comm)
-        found = ranks.run(lambda: _scanned(place, open_bar("reading directories")))
+        scanned = ranks.run(lambda: _scanned(place, open_bar("reading directories")))
         check: Callable[..., tuple[Issue, ...]] = (
-            verify_local if isinstance(found, LocalScan) else verify
+            verify_local if isinstance(scanned, LocalScan) else verify
         )
-        issues = check(found, open_bar("reading files"), comm=comm)
-    summary = replace(summary_of(found), issues=issues)
+        issues = check(scanned, open_bar("reading files"), comm=comm)
+    summary = replace(summary_of(scanned), issues=issues)
     seconds = time.monotonic() - began
     if is_reporting(nproc) and as_json:
         speed = summary.fields["nbytes"] / max(seconds, 1e-9)
@@ -225,8 +225,8 @@ def _print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
     print_table(console, titles, texts, _RIGHT, {n for n, lacks in enumerate(lacking) if lacks})
 
 
-def _present(found: int, expected: int) -> str:
-    return f"{found:,}" if found == expected else f"{found:,}{_LACKING}{expected:,}"
+def _present(present: int, expected: int) -> str:
+    return f"{present:,}" if present == expected else f"{present:,}{_LACKING}{expected:,}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

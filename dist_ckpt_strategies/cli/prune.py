@@ -13,12 +13,7 @@ from rich.text import Text
 from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.course import KeepBest
-from dist_ckpt_strategies.tools.prune import (
-    PruneDecision,
-    PruneReport,
-    prune,
-    require_keep_best,
-)
+from dist_ckpt_strategies.tools.prune import PruneDecision, PruneReport, prune
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -60,16 +55,20 @@ def prune_checkpoints(
 
 def parse_duration_s(text: str) -> float:
     """The seconds of a text such as ``90``, ``90s``, ``30m``, ``1h``, ``2d``; else a PlanError."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or not math.isfinite(float(found[1])):
-        raise PlanError(f"{text!r}: expected a duration such as 90s, 30m, 1h or 2d")
-    return float(found[1]) * _UNIT_S[found[2]]
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not math.isfinite(float(match[1])):
+        raise PlanError(
+            f"--older-than: expected a duration such as 90s, 30m, 1h or 2d, found {text!r}"
+        )
+    return float(match[1]) * _UNIT_S[match[2]]
 
 
 def parse_keep_best(text: str) -> KeepBest:
     """The rule of a text such as ``loss:min:3``; else a PlanError."""
-    metric, *rule = text.rsplit(":", 2)
-    return require_keep_best((metric, *(int(part) if part.isdecimal() else part for part in rule)))
+    match text.rsplit(":", 2):
+        case [metric, "min" | "max" as mode, count] if count.isdecimal() and int(count):
+            return metric, mode, int(count)
+    raise PlanError(f"--keep-best: expected METRIC:min:N or METRIC:max:N, found {text!r}")
 
 
 def _is_wanted(plan: PruneReport) -> bool:
@@ -93,8 +92,8 @@ def _print_plan(console: Console, plan: PruneReport) -> None:
         marked = {number for number, row in enumerate(rows) if row in removed}
         print_table(console, ("directory", "", "size", "why"), rows, ("size",), marked)
         console.print()
-    what = f"{_counted(plan)} to remove" if removed else "nothing to remove"
-    console.print(Text(f"{printable(str(plan.root))}: {what}"), soft_wrap=True)
+    outcome = f"{_counted(plan)} to remove" if removed else "nothing to remove"
+    console.print(Text(f"{printable(str(plan.root))}: {outcome}"), soft_wrap=True)
 
 
 def _print_removed(console: Console, done: PruneReport) -> None:

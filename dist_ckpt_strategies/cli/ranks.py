@@ -37,7 +37,7 @@ CLI = "dist_ckpt_strategies.cli"
 _START_S = 120.0
 """Longest time until all ranks have imported torch and found each other, in seconds."""
 _GRACE_S = 10.0
-"""How long the others may take to end when a rank has failed or rank 0 has ended, in seconds."""
+"""Longest time for the others to end when a rank has failed or rank 0 has ended, in seconds."""
 _POLL_S = 0.05
 _NUM_TAIL_LINES = 15
 
@@ -181,12 +181,12 @@ def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
     Gloo would otherwise choose the device that the host's name resolves to, which on many
     laptops and in many containers cannot be reached.
     """
-    found = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
-    found |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    variables = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     root = str(Path(__file__).resolve().parents[2])
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH")]))
-    found.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return found
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return variables
 
 
 def main(alive: str, store: str, timeout_s: str, module: str, *arguments: str) -> None:

@@ -22,7 +22,7 @@ def rebuild(address: str, *, is_forced: bool, as_json: bool) -> None:
         return
     for text in rebuilt.passed_over:
         typer.echo(printable(f"passed over: {text}"))
-    what = f"{counted(rebuilt.num_packs, 'pack')}, {counted(rebuilt.num_arrays, 'array')} and "
-    what += counted(rebuilt.num_objects, "object")
+    counts = f"{counted(rebuilt.num_packs, 'pack')}, {counted(rebuilt.num_arrays, 'array')} and "
+    counts += counted(rebuilt.num_objects, "object")
     save = f"save {rebuilt.save_id}" if rebuilt.save_id else "a save without an id"
-    typer.echo(printable(f"{place}: made the index of {save}: {what}"))
+    typer.echo(printable(f"{place}: made the index of {save}: {counts}"))

@@ -1,4 +1,4 @@
-"""How commands print: sizes, tables, one JSON object, progress bars.
+"""Output of commands: sizes, tables, one JSON object, progress bars.
 
 The text is made for ten thousand lines and for narrow terminals. The JSON is described in
 docs/json.md; a change of meaning raises SCHEMA.

@@ -26,13 +26,7 @@ from dist_ckpt_strategies.cli.render import printable
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import PeerLostError, PlanError
 from dist_ckpt_strategies.inprocess.elastic_agent import ElasticAgent
-from dist_ckpt_strategies.inprocess.job import (
-    FENCED,
-    NODE_MISSING,
-    Job,
-    Nodes,
-    script_command,
-)
+from dist_ckpt_strategies.inprocess.job import FENCED, NODE_MISSING, Job, Nodes, script_command
 
 _LOOK_S = 0.2
 _PATIENCE_S = 5.0
@@ -84,10 +78,10 @@ class _Output:
         except ValueError as error:
             raise PlanError(f"--redirects, --tee: {error}") from error
         variables = {"TORCHELASTIC_RUN_ID": job.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
-        found = specs.reify({rank: dict(variables) for rank in range(num_ranks)})
+        files = specs.reify({rank: dict(variables) for rank in range(num_ranks)})
         for name, paths, teed in (
-            ("stdout", found.stdouts, found.tee_stdouts),
-            ("stderr", found.stderrs, found.tee_stderrs),
+            ("stdout", files.stdouts, files.tee_stdouts),
+            ("stderr", files.stderrs, files.tee_stderrs),
         ):
             for rank, path in paths.items():
                 if path:
@@ -172,16 +166,17 @@ def nodes_of(
 def command_of(
     script: str, args: Sequence[str], *, is_module: bool, is_program: bool, is_store_only: bool
 ) -> tuple[str, ...]:
-    """What each worker runs; a PlanError if that is nothing."""
+    """The command line of each worker; a PlanError if there is none."""
     if is_store_only and script:
         raise PlanError(f"--store-only: the store's process runs no script, found {script}")
     if is_program and is_module:
         raise PlanError("--no-python: a module needs Python, leave out --module")
     program = shutil.which(script) if is_program else None
     if is_program and program is None:
-        raise PlanError(f"SCRIPT: expected a program, found {script or 'nothing'}")
+        raise PlanError(f"SCRIPT: expected a program on the PATH, found {script or 'nothing'}")
     if not (is_module or is_program or is_store_only or Path(script).is_file()):
-        raise PlanError(f"SCRIPT: expected a Python file, found {script or 'nothing'}")
+        there = f"{script}, which is no file" if script else "nothing"
+        raise PlanError(f"SCRIPT: expected a Python file, or a module with -m, found {there}")
     if program is not None:
         return program, *args
     return script_command(script, args, is_module=is_module)
@@ -189,26 +184,27 @@ def command_of(
 
 def signals_of(names: str) -> tuple[int, ...]:
     """The numbers of signals that a process can handle, given their names."""
-    found = [getattr(signal, name.strip(), None) for name in names.split(",")]
-    if not all(isinstance(one, signal.Signals) for one in found) or {
+    numbers = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    if not all(isinstance(one, signal.Signals) for one in numbers) or {
         signal.SIGKILL,
         signal.SIGSTOP,
-    }.intersection(found):
+    }.intersection(numbers):
         raise PlanError(
-            f"--signals-to-handle: expected names such as SIGTERM,SIGUSR1, found {names!r}"
+            "--signals-to-handle: expected names such as SIGTERM,SIGUSR1, without SIGKILL and "
+            f"SIGSTOP, found {names!r}"
         )
-    return tuple(map(int, filter(None, found)))
+    return tuple(map(int, filter(None, numbers)))
 
 
 def ranks_of(nproc_per_node: str) -> int:
-    """How many ranks a node has: a number, or one per device with gpu, cpu or auto."""
+    """The number of ranks of a node: as given, or one per device with gpu, cpu or auto."""
     try:
-        found = determine_local_world_size(nproc_per_node)
+        num_ranks = determine_local_world_size(nproc_per_node)
     except ValueError as error:
         raise PlanError(f"--nproc-per-node: {error}") from error
-    if found < 1:
+    if num_ranks < 1:
         raise PlanError(f"--nproc-per-node: expected a number > 0, found {nproc_per_node}")
-    return int(found)
+    return int(num_ranks)
 
 
 def run_script(job: Job, *output_options: Any) -> int:

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one line on stderr where it fails.
+"""The end of a command: its exit status, and one line on stderr if it fails.
 
 An object store that is out of reach fails a command before it begins.
 """
@@ -125,7 +125,7 @@ def require_answers(*addresses: str) -> None:
 
 @contextmanager
 def _no_library_logs() -> Iterator[None]:
-    """What libraries write to stderr is lost meanwhile."""
+    """Discard the output of libraries to stderr within the block."""
     if sys.stderr is None or debug_from_environment():  # closed from the start
         yield
         return

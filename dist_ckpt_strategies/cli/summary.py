@@ -1,4 +1,4 @@
-"""What ``inspect`` and ``verify`` say of packs, of ("zarr", 1), and of local checkpoints."""
+"""Summaries of packs, ("zarr", 1) and local checkpoints, for ``inspect`` and ``verify``."""
 
 import math
 import time
@@ -11,14 +11,7 @@ from typing import Any
 from dist_ckpt_strategies.cli.render import bytes_text, counted
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
-from dist_ckpt_strategies.formats.issues import (
-    Issue,
-    Problem,
-    Scan,
-    Scanned,
-    StaleFile,
-    StaleKind,
-)
+from dist_ckpt_strategies.formats.issues import Issue, Problem, Scan, Scanned, StaleFile, StaleKind
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
 from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy
 
@@ -35,7 +28,7 @@ _BY_SIZE = " (arrays by their sizes alone: zarr 1 has no digests of them)"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint holds, and what is wrong with it.
+    """The content of a checkpoint, and its issues.
 
     ``fields`` are those of the JSON object of both commands, without the issues; ``lists`` further
     ones of ``inspect``, each a table of the text. ``checked`` is what ``verify`` looks at. Arrays
@@ -64,50 +57,50 @@ class Summary:
 
 
 def summary_of(
-    found: Scan | LocalScan, keys: str | None = None, *, with_objects: bool = True
+    scanned: Scan | LocalScan, keys: str | None = None, *, with_objects: bool = True
 ) -> Summary:
     """The summary of a scan, with the keys that match in its lists; ArrayNotFoundError if none."""
-    if isinstance(found, LocalScan):
-        return _local_summary(found, keys)
+    if isinstance(scanned, LocalScan):
+        return _local_summary(scanned, keys)
     pattern = "*" if keys is None else keys
-    is_packed = found.backend == _PACKS
+    is_packed = scanned.backend == _PACKS
     arrays = [
         _array_fields(one, one.array, is_packed=is_packed)
-        for one in found.arrays
+        for one in scanned.arrays
         if one.array and fnmatchcase(one.key, pattern)
     ]
-    objects = [_object_fields(one) for one in found.objects if fnmatchcase(one.key, pattern)]
-    num_keys = len(found.arrays) + len(found.objects)
-    _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
+    objects = [_object_fields(one) for one in scanned.objects if fnmatchcase(one.key, pattern)]
+    num_keys = len(scanned.arrays) + len(scanned.objects)
+    _require_match(scanned.root, f"{num_keys} keys", keys, arrays or objects)
     objects = objects if with_objects else []
-    common = found.common_nbytes
+    common = scanned.common_nbytes
     fields = {
-        "path": str(found.root),
-        "marker": asdict(found.marker) if found.marker else None,
+        "path": str(scanned.root),
+        "marker": asdict(scanned.marker) if scanned.marker else None,
         "common": None if common is None else {"path": "common.pt", "nbytes": common},
-        "num_arrays": len(found.arrays),
-        "num_objects": len(found.objects),
-        "num_files": len(found.files),
-        "nbytes": found.nbytes,
-        "stale_files": list(map(asdict, found.stale_files)),
-        "unfinished": found.is_unfinished,
-        "others": found.others,
-        "features": found.facts.get("features", ()),
-        "base": found.facts.get("base"),
+        "num_arrays": len(scanned.arrays),
+        "num_objects": len(scanned.objects),
+        "num_files": len(scanned.files),
+        "nbytes": scanned.nbytes,
+        "stale_files": list(map(asdict, scanned.stale_files)),
+        "unfinished": scanned.is_unfinished,
+        "others": scanned.others,
+        "features": scanned.facts.get("features", ()),
+        "base": scanned.facts.get("base"),
     }
-    contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
+    contents = f"{counted(len(scanned.arrays), 'array')}, {counted(len(scanned.objects), 'object')}"
     return Summary(
         fields,
         {"arrays": arrays, "objects": objects},
-        tuple(_rows_of(found)),
-        found.issues,
-        f"{contents} and common.pt{_BY_SIZE if found.backend == _FORMAT1 else ''}",
-        is_foreign=found.is_foreign,
+        tuple(_rows_of(scanned)),
+        scanned.issues,
+        f"{contents} and common.pt{_BY_SIZE if scanned.backend == _FORMAT1 else ''}",
+        is_foreign=scanned.is_foreign,
     )
 
 
-def _require_match(root: object, what: str, pattern: str | None, found: object) -> None:
-    if pattern is not None and not found:
+def _require_match(root: object, what: str, pattern: str | None, matching: object) -> None:
+    if pattern is not None and not matching:
         raise ArrayNotFoundError(f"{root}: none of its {what} matches {pattern!r}")
 
 
@@ -142,33 +135,33 @@ def _array_fields(one: Scanned, array: ArraySpec, *, is_packed: bool) -> dict[st
     }
 
 
-def _rows_of(found: Scan) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", str(found.root)
-    backend, marker = "unknown", found.marker
+def _rows_of(scanned: Scan) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", str(scanned.root)
+    backend, marker = "unknown", scanned.marker
     if marker is not None:
         backend = f"{marker.sharded_backend} {marker.sharded_backend_version}"
         backend += f"; common state: {marker.common_backend} {marker.common_backend_version}"
     yield "backend", backend
-    if found.facts:
-        yield "saved", _saved(found.facts)
-    if base := found.facts.get("base"):
+    if scanned.facts:
+        yield "saved", _saved(scanned.facts)
+    if base := scanned.facts.get("base"):
         yield "base", f"{base['path']}, digest {base['digest']}: loads take the rest from there"
-    if UNVERIFIED in found.facts.get("features", ()):
+    if UNVERIFIED in scanned.facts.get("features", ()):
         yield UNVERIFIED, _UNVERIFIED
-    if not found.is_foreign:
-        num_chunks = sum(one.num_parts for one in found.arrays)
-        size = bytes_text(sum(one.file_nbytes for one in found.arrays))
-        files = counted(num_chunks, "block" if found.backend == _PACKS else "file")
-        yield "arrays", f"{len(found.arrays):,} in {files}, {size}"
-        num_shards = sum(one.num_parts for one in found.objects)
-        size = bytes_text(sum(one.file_nbytes for one in found.objects))
-        yield "objects", f"{len(found.objects):,} in {counted(num_shards, 'shard')}, {size}"
-    common = found.common_nbytes
+    if not scanned.is_foreign:
+        num_chunks = sum(one.num_parts for one in scanned.arrays)
+        size = bytes_text(sum(one.file_nbytes for one in scanned.arrays))
+        files = counted(num_chunks, "block" if scanned.backend == _PACKS else "file")
+        yield "arrays", f"{len(scanned.arrays):,} in {files}, {size}"
+        num_shards = sum(one.num_parts for one in scanned.objects)
+        size = bytes_text(sum(one.file_nbytes for one in scanned.objects))
+        yield "objects", f"{len(scanned.objects):,} in {counted(num_shards, 'shard')}, {size}"
+    common = scanned.common_nbytes
     yield "common.pt", "missing" if common is None else bytes_text(common)
-    yield from _stale_rows(found.stale_files)
-    if found.others:
-        yield "beside it", some_of(found.others)
-    yield "in all", f"{counted(len(found.files), 'file')}, {bytes_text(found.nbytes)}"
+    yield from _stale_rows(scanned.stale_files)
+    if scanned.others:
+        yield "beside it", some_of(scanned.others)
+    yield "in all", f"{counted(len(scanned.files), 'file')}, {bytes_text(scanned.nbytes)}"
 
 
 def _saved(facts: Mapping[str, Any]) -> str:
@@ -185,37 +178,37 @@ def _stale_rows(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:
             yield "left over", f"{text}: {len(sizes):,}{size}"
 
 
-def _local_summary(found: LocalScan, keys: str | None) -> Summary:
+def _local_summary(scanned: LocalScan, keys: str | None) -> Summary:
     """Of the local checkpoints in a directory."""
-    by_shard = [list(some) for _, some in groupby(found.copies, lambda copy: copy.shard_id)]
+    by_shard = [list(copies) for _, copies in groupby(scanned.copies, lambda copy: copy.shard_id)]
     pattern = "*" if keys is None else keys
-    selected = [some for some in by_shard if fnmatchcase(str(some[0].shard_id), pattern)]
-    _require_match(found.root, f"{len(by_shard)} local shards", keys, selected)
-    shards = [_shard_fields(some) for some in selected]
+    selected = [copies for copies in by_shard if fnmatchcase(str(copies[0].shard_id), pattern)]
+    _require_match(scanned.root, f"{len(by_shard)} local shards", keys, selected)
+    shards = [_shard_fields(copies) for copies in selected]
     by_save = groupby(selected, lambda copies: copies[0].shard_id.save)
-    saves = [_save_fields(list(some)) for _, some in by_save]
-    num_files, num_saves = len(found.copies), len({copy.shard_id.save for copy in found.copies})
+    saves = [_save_fields(list(copies)) for _, copies in by_save]
+    num_files, num_saves = len(scanned.copies), len({copy.shard_id.save for copy in scanned.copies})
     held = f"{counted(num_saves, 'save')}, {counted(len(by_shard), 'shard')}"
-    num_tensors = sum(copy.shard.num_tensors for copy in found.copies if copy.shard is not None)
-    stale = list(map(asdict, found.stale_files))
-    root = str(found.root)
-    totals = {"num_files": num_files, "nbytes": found.nbytes}
+    num_tensors = sum(copy.shard.num_tensors for copy in scanned.copies if copy.shard is not None)
+    stale = list(map(asdict, scanned.stale_files))
+    root = str(scanned.root)
+    totals = {"num_files": num_files, "nbytes": scanned.nbytes}
     return Summary(
         {"path": root, "tier": "local", **totals, "stale_files": stale},
         {"iterations": saves, "parts": shards},
         (
             ("directory", root),
-            ("local", f"{held} in {counted(num_files, 'file')}, {bytes_text(found.nbytes)}"),
-            *_stale_rows(found.stale_files),
+            ("local", f"{held} in {counted(num_files, 'file')}, {bytes_text(scanned.nbytes)}"),
+            *_stale_rows(scanned.stale_files),
         ),
-        found.issues,
+        scanned.issues,
         counted(num_tensors, "tensor"),
         is_local=True,
     )
 
 
 def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
-    """What one rank has saved, and its copies here; None for what no description says."""
+    """One rank's shards of a save, and their copies here; None for facts that no file has."""
     shard_id = copies[0].shard_id
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
     return {
@@ -239,7 +232,7 @@ def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
 
 
 def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
-    """What is here of one save."""
+    """The copies of one save that are here."""
     copies = list(chain.from_iterable(shards))
     save = copies[0].shard_id.save
     part = next((copy.shard for copy in copies if copy.shard is not None), None)
@@ -248,7 +241,7 @@ def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
         "save_id": save.stamp,
         "world_size": part and part.world_size,
         "session": part and part.session_id,
-        "owners": [some[0].shard_id.global_rank for some in shards],
+        "owners": [copies_of[0].shard_id.global_rank for copies_of in shards],
         "num_copies": len(copies),
         "nbytes": sum(copy.nbytes for copy in copies),
     }

@@ -164,8 +164,8 @@ class DType(Enum):
         try:
             return cls(name.removeprefix("torch."))
         except ValueError:
-            known = ", ".join(member.value for member in cls)
-            raise PlanError(f"{key}: dtype {name} cannot be stored; {known} can", key=key) from None
+            names = ", ".join(member.value for member in cls)
+            raise PlanError(f"{key}: dtype {name} cannot be stored; {names} can", key=key) from None
 
 
 @dataclass(frozen=True, slots=True)

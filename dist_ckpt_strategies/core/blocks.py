@@ -129,9 +129,9 @@ class BlockTable:
             body = _LENGTH.size + length
             kinds, of_key, keys = json.loads(content[_LENGTH.size : body])
             rows = np.frombuffer(content, "<i8", offset=body).reshape(num_rows, 4 + 2 * width)
-            known = [ArrayFacts(dtype, tuple(shape)) for dtype, shape in kinds]
-            facts = tuple([known[n] for n, _ in zip(of_key, keys, strict=True)])
-            ndim = max((len(of_kind.shape) for of_kind in known), default=0)
+            of_kinds = [ArrayFacts(dtype, tuple(shape)) for dtype, shape in kinds]
+            facts = tuple([of_kinds[n] for n, _ in zip(of_key, keys, strict=True)])
+            ndim = max((len(of_kind.shape) for of_kind in of_kinds), default=0)
         except (struct.error, LookupError, ValueError, TypeError) as error:
             raise ValueError(f"not a table of blocks: {error}") from error
         if ndim > width or not ((rows[:, 0] >= 0) & (rows[:, 0] < len(keys))).all():
@@ -163,7 +163,7 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
     arrays: list[Column] = []
     for n, table in enumerate(tables):
         parts.append(table)
-        known = []
+        places = []
         for key, of_key in zip(table.keys, table.facts, strict=True):
             at = number.setdefault(key, len(facts))
             if at == len(facts):
@@ -171,8 +171,8 @@ def merged(tables: Iterable[BlockTable]) -> tuple[BlockTable, Column, list[tuple
                 owner.append(n)
             elif facts[at] != of_key:
                 differing.append((key, owner[at], n))
-            known.append(at)
-        arrays.append(np.array(known, np.int64)[table.array])
+            places.append(at)
+        arrays.append(np.array(places, np.int64)[table.array])
     width = max((part.origin.shape[1] for part in parts), default=0)
     table = BlockTable(
         tuple(number),

@@ -46,10 +46,10 @@ def require_coverage(table: BlockTable, ranks: Column, copies: Sequence[Copies] 
         table.keys[n]: (table.facts[n].shape, rows[edges[n] : edges[n + 1]])
         for n in _unproved(table, rows)
     }
-    known = set(table.keys)
+    keys = set(table.keys)
     for _, copied in copies:
         for key, facts in zip(copied.keys, copied.facts, strict=True):
-            if key not in known:
+            if key not in keys:
                 unproved.setdefault(key, (facts.shape, rows[:0]))
     for key in sorted(unproved):
         _require_partition(key, *unproved[key], table, ranks, copies)

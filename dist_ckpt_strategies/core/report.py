@@ -89,13 +89,13 @@ class GroupReport:
 
     def __str__(self) -> str:
         """Largest and mean of each figure, over the ranks."""
-        found = []
+        texts = []
         for field in fields(BroadcastReport):
             values = [getattr(share, field.name) for share in self.shares]
             form = ".3f" if isinstance(values[0], float) else ".0f"
             most, mean = float(max(values)), sum(values) / len(values)
-            found.append(f"{field.name} max {most:{form}} mean {mean:{form}}")
-        return f"{len(self.shares)} ranks: " + ", ".join(found)
+            texts.append(f"{field.name} max {most:{form}} mean {mean:{form}}")
+        return f"{len(self.shares)} ranks: " + ", ".join(texts)
 
 
 @dataclass(frozen=True, slots=True)

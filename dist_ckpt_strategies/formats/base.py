@@ -18,12 +18,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     PlanError,
 )
-from dist_ckpt_strategies.formats.locations import (
-    Location,
-    holds_packs,
-    located,
-    require_something,
-)
+from dist_ckpt_strategies.formats.locations import Location, holds_packs, located, require_something
 from dist_ckpt_strategies.formats.pack import Digests
 from dist_ckpt_strategies.formats.pack_checkpoint import OpenedSave, PackCheckpoint, pointer_at
 from dist_ckpt_strategies.storage.bucket import Place
@@ -128,8 +123,8 @@ class CheckpointOverBase(PackCheckpoint):
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See PackCheckpoint."""
         wanted = set(keys)
-        found = self.base.find(wanted - self._own) if wanted - self._own else {}
-        return dict(sorted((found | super().find(wanted & self._own)).items()))
+        of_base = self.base.find(wanted - self._own) if wanted - self._own else {}
+        return dict(sorted((of_base | super().find(wanted & self._own)).items()))
 
     def digests(self, keys: Iterable[str]) -> dict[tuple[str, Region], Digests]:
         """See PackCheckpoint."""
@@ -138,12 +133,12 @@ class CheckpointOverBase(PackCheckpoint):
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See PackCheckpoint; both are read at the same time."""
-        own = [read for read in reads if read.array.key in self._own]
+        mine = [read for read in reads if read.array.key in self._own]
         rest = [read for read in reads if read.array.key not in self._own]
-        if not (own and rest):
-            return super().begin_reads(own) if own else self.base.begin_reads(rest)
+        if not (mine and rest):
+            return super().begin_reads(mine) if mine else self.base.begin_reads(rest)
         begin = super().begin_reads
-        both = (lambda: begin(own).wait(), lambda: self.base.begin_reads(rest).wait())
+        both = (lambda: begin(mine).wait(), lambda: self.base.begin_reads(rest).wait())
         return Transfer([Job(None, self._root, run) for run in both], len(both))
 
     def object_ids(self) -> Iterator[ObjectId]:

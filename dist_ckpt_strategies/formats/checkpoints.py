@@ -115,7 +115,7 @@ class Format1Checkpoint:
             CorruptCheckpointError: the description of one is damaged.
         """
         paths = {key: f"{self._root}/{key}/{METADATA_NAME}" for key in sorted(keys)}
-        found: dict[str, ArraySpec] = {}
+        specs: dict[str, ArraySpec] = {}
 
         def find(key: str) -> None:
             path = paths[key]
@@ -126,11 +126,11 @@ class Format1Checkpoint:
                 require_directory(self._root)
                 keys = list(array_keys(self._root))
                 raise array_not_found(key, keys, self._root) from error
-            found[key] = parse_metadata(key, path, content)
+            specs[key] = parse_metadata(key, path, content)
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
         Transfer(jobs, self._num_threads()).wait(self._options.timeout_s)
-        return {key: found[key] for key in paths}  # threads finish in any order
+        return {key: specs[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
         """The keys of all arrays."""
@@ -216,9 +216,9 @@ def found_among(arrays: Mapping[str, T], keys: Iterable[str], root: object) -> d
 def _read_chunk(job: Job, nbytes: int) -> None:
     """Read a part of a raw chunk, unless its file has another size than ``nbytes``."""
     key, path = str(job.key), str(job.path)
-    found = _chunk_nbytes(key, path)
-    if found != nbytes:
-        text = f"{key}: chunk file {path} has {found} bytes, expected {nbytes}"
+    actual_nbytes = _chunk_nbytes(key, path)
+    if actual_nbytes != nbytes:
+        text = f"{key}: chunk file {path} has {actual_nbytes} bytes, expected {nbytes}"
         raise CorruptCheckpointError(text, key=key, path=path)
     job.run()
 

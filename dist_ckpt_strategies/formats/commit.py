@@ -187,8 +187,8 @@ def require_own_place() -> None:
 
 def _require_replaceable(root: Path, keys: Collection[str], *, overwrite: bool) -> None:
     """Raise where arrays or objects would go that the save does not replace: a user's, maybe."""
-    found = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
-    others = sorted(found.difference(keys))
+    stored_keys = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
+    others = sorted(stored_keys.difference(keys))
     if others and not overwrite:
         raise CheckpointExistsError(
             f"{root} holds {len(others)} arrays or objects that this save would not replace and "
@@ -221,9 +221,9 @@ def _contents(root: Path, key_prefix: str = "") -> list[str]:
     Neither what is in other checkpoints below it or behind links, nor files of any other kind.
     """
     names = [
-        str(object_path(root, found).relative_to(root))
-        for found in object_ids(root)
-        if found.key.startswith(key_prefix)
+        str(object_path(root, name).relative_to(root))
+        for name in object_ids(root)
+        if name.key.startswith(key_prefix)
     ]
     for key in sorted(array_keys(root), key=len, reverse=True):
         if key.startswith(key_prefix):

@@ -59,12 +59,12 @@ def read_course(place: Place) -> Course:
     elif text is not None:
         logger.warning("%s/%s: expected an iteration, found %.40r", place, TRACKER_NAME, text)
     try:
-        found = json.loads(content_of(place, COURSE_NAME) or b"{}")
-        left, began = frozenset(map(int, found.get("left", ()))), found.get("resumed")
+        fields = json.loads(content_of(place, COURSE_NAME) or b"{}")
+        left, began = frozenset(map(int, fields.get("left", ()))), fields.get("resumed")
         resumed = (int(began[0]), str(began[1])) if began else None
-        metric, mode, count = found.get("keep_best") or ("", "", 0)
+        metric, mode, count = fields.get("keep_best") or ("", "", 0)
         best = (str(metric), str(mode), int(count)) if count else None
-        listed = Course(found.get("newest"), left, resumed=resumed, keep_best=best)
+        listed = Course(fields.get("newest"), left, resumed=resumed, keep_best=best)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         logger.warning("%s/%s is damaged, and not used", place, COURSE_NAME)
     is_listed = newest in {None, listed.newest}
@@ -100,8 +100,8 @@ def write_metrics(place: Place, step: int, metrics: Mapping[str, float]) -> None
 def read_metrics(place: Place, step: int) -> dict[str, float]:
     """The metrics of a step; empty if there are none. What is damaged is not used."""
     try:
-        found = json.loads(content_of(place, metrics_name(step)) or b"{}")
-        return {str(name): float(value) for name, value in found.items()}
+        metrics = json.loads(content_of(place, metrics_name(step)) or b"{}")
+        return {str(name): float(value) for name, value in metrics.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
         logger.warning("%s/%s is damaged, and not used", place, metrics_name(step))
         return {}

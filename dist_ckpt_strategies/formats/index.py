@@ -117,18 +117,18 @@ class Pointer:
             IncompatibleVersionError: a later version of this package wrote it.
         """
         try:
-            found = json.loads(content)
-            version, name = int(found.pop("version")), found.pop("format")
+            fields = json.loads(content)
+            version, name = int(fields.pop("version")), fields.pop("format")
             if version != VERSION:
                 raise IncompatibleVersionError(
                     f"{path}: version {version} of {name}; this release reads {VERSION}; install a "
                     "newer one",
                     path=path,
                 )
-            save_id, digest = str(found["save_id"]), str(found["digest"])
+            save_id, digest = str(fields["save_id"]), str(fields["digest"])
             require(name == _FORMAT, "format", name)
             require(_SAVE_ID.fullmatch(save_id) is not None, "save_id", save_id)  # part of a path
-            byte_offset, nbytes = int(found["byte_offset"]), int(found["nbytes"])
+            byte_offset, nbytes = int(fields["byte_offset"]), int(fields["nbytes"])
             require(0 <= byte_offset < _MAX_NBYTES, "byte_offset", byte_offset)
             require(0 < nbytes < _MAX_NBYTES, "nbytes", nbytes)
             return cls(save_id, byte_offset, nbytes, digest)
@@ -334,8 +334,8 @@ class FullIndex:
             ArrayNotFoundError: there is no such array.
         """
         wanted = sorted(set(keys))
-        found = self._segments("arrays", self._numbers("arrays", wanted), checked_table)
-        table, _, differing = merged(_of_keys(segment, wanted) for segment in found)
+        segments = self._segments("arrays", self._numbers("arrays", wanted), checked_table)
+        table, _, differing = merged(_of_keys(segment, wanted) for segment in segments)
         order = np.lexsort([*table.origin.T[::-1], table.array])
         is_sorted = bool((order[1:] > order[:-1]).all()) and [*table.keys] == sorted(table.keys)
         self._understood(require, is_sorted and not differing, "blocks of", table.keys)
@@ -356,8 +356,8 @@ class FullIndex:
         """Shards of objects of these keys, or all, sorted."""
         wanted = None if keys is None else set(keys)
         numbers = None if wanted is None else self._numbers("objects", wanted)
-        found = self._segments("objects", numbers, checked_objects)
-        return [one for part in found for one in part if wanted is None or one[0].key in wanted]
+        segments = self._segments("objects", numbers, checked_objects)
+        return [one for part in segments for one in part if wanted is None or one[0].key in wanted]
 
     def packs(self, numbers: Iterable[int] | None = None) -> dict[int, PackRecord]:
         """The records of these packs, or of all."""
@@ -419,11 +419,11 @@ class FullIndex:
             content = self._read(start, end - start)
             for byte_offset, nbytes, expected in run:
                 part = content[byte_offset - start : byte_offset - start + nbytes]
-                found = xxhash.xxh3_128_hexdigest(part)
-                if found != expected:
+                digest = xxhash.xxh3_128_hexdigest(part)
+                if digest != expected:
                     raise CorruptCheckpointError(
                         f"{self._path} is damaged: {len(part)} bytes from byte {byte_offset} have "
-                        f"digest {found}, expected {expected}; the packs are not damaged: "
+                        f"digest {digest}, expected {expected}; the packs are not damaged: "
                         "dist-ckpt rebuild-index makes the index anew",
                         path=self._path,
                     )
@@ -432,9 +432,9 @@ class FullIndex:
 
 def _of_keys(table: BlockTable, wanted: Sequence[str]) -> BlockTable:
     """The blocks of a segment that are of these keys, which are sorted as those of the segment."""
-    known = table.keys
-    start, stop = bisect_left(wanted, known[0]), bisect_right(wanted, known[-1])
-    places = [(bisect_left(known, key), key) for key in wanted[start:stop]]
-    is_wanted = np.zeros(len(known), bool)
-    is_wanted[[at for at, key in places if known[at] == key]] = True
+    stored_keys = table.keys
+    start, stop = bisect_left(wanted, stored_keys[0]), bisect_right(wanted, stored_keys[-1])
+    places = [(bisect_left(stored_keys, key), key) for key in wanted[start:stop]]
+    is_wanted = np.zeros(len(stored_keys), bool)
+    is_wanted[[at for at, key in places if stored_keys[at] == key]] = True
     return table.rows(np.flatnonzero(is_wanted[table.array]))

@@ -70,15 +70,15 @@ def checked_table(content: bytes, num_packs: int) -> BlockTable:
 
 def checked_objects(content: bytes, num_packs: int) -> list[StoredObject]:
     """The shards of objects of a segment."""
-    found: list[StoredObject] = []
+    objects: list[StoredObject] = []
     for key, *place, pack, byte_offset, first_range, nbytes in json.loads(content):
         offset, shape = (tuple(map(checked_size, part)) for part in place)
         require(isinstance(key, str) and len(offset) == len(shape), "object", key)
         where = pack, byte_offset, first_range, nbytes
-        found.append((ObjectId(key, offset, shape), _stored(where, num_packs)))
-    ids = [name for name, _ in found]
+        objects.append((ObjectId(key, offset, shape), _stored(where, num_packs)))
+    ids = [name for name, _ in objects]
     require(ids == sorted(set(ids)), "objects", ids)
-    return found
+    return objects
 
 
 def _stored(where: Sequence[Any], num_packs: int) -> StoredBytes:

@@ -193,8 +193,8 @@ def compared(check: FileCheck, files: Mapping[str, int | None]) -> Iterator[Issu
     """Issues of a file by its name and size; ``files`` are those that exist."""
     if check.name not in files:
         yield Issue(Problem.MISSING_FILE, check.key, check.name, check.expected, NO_FILE)
-    elif (found := files[check.name]) not in {None, check.nbytes}:  # None: a list of names alone
-        text = nbytes_text(found or 0)
+    elif (nbytes := files[check.name]) not in {None, check.nbytes}:  # None: a list of names alone
+        text = nbytes_text(nbytes or 0)
         yield Issue(Problem.WRONG_SIZE, check.key, check.name, check.expected, text)
 
 

@@ -79,16 +79,16 @@ class CheckpointMarker:
             ValueError: not JSON, or not exactly fields of a marker with values of their types.
         """
         try:
-            found = json.loads(content)
+            marker = json.loads(content)
         except RecursionError as error:
             raise ValueError("nested too deeply for a marker") from error
-        known = {field.name: int if "version" in field.name else str for field in fields(cls)}
-        if not isinstance(found, dict) or "sharded_backend" not in found:
+        kinds = {field.name: int if "version" in field.name else str for field in fields(cls)}
+        if not isinstance(marker, dict) or "sharded_backend" not in marker:
             raise ValueError("expected an object with the field sharded_backend")
-        for name, value in found.items():
-            if type(value) is not known.get(name):
+        for name, value in marker.items():
+            if type(value) is not kinds.get(name):
                 raise ValueError(f"unexpected field {name} = {value!r}")
-        return cls(**found)
+        return cls(**marker)
 
 
 _LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(/?)(?!/)")
@@ -290,8 +290,8 @@ def other_contents(root: Path) -> str:
 
 def holds_checkpoints(inner: Sequence[str]) -> str:
     """Describes a place that has checkpoints of these names below it."""
-    found = "1 checkpoint" if len(inner) == 1 else f"{len(inner)} checkpoints"
-    return f"it holds {found} ({some_of(inner)}); name one of them"
+    count = "1 checkpoint" if len(inner) == 1 else f"{len(inner)} checkpoints"
+    return f"it holds {count} ({some_of(inner)}); name one of them"
 
 
 def is_finished(location: Location) -> bool:

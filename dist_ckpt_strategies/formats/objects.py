@@ -226,18 +226,18 @@ class _Entry(tuple[Any, str]):
     __hash__ = object.__hash__
 
 
-def _by_name(found: Any) -> tuple[Any, str]:
+def _by_name(entry: Any) -> tuple[Any, str]:
     """An allowed class or function, and its name in a pickle."""
-    if isinstance(found, tuple) and list(map(type, found[1:])) == [str]:
-        found, name = found
+    if isinstance(entry, tuple) and list(map(type, entry[1:])) == [str]:
+        entry, name = entry
     else:
-        parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
+        parts = [getattr(entry, field, None) for field in ("__module__", "__qualname__")]
         name = None if None in parts else ".".join(map(str, parts))
-    if name is None or not (callable(found) or isinstance(found, Enum)):
+    if name is None or not (callable(entry) or isinstance(entry, Enum)):
         raise StrategyError(
-            f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
+            f"allow: expected classes, functions or (class, name) tuples, found {entry!r}"
         )
-    return found, name
+    return entry, name
 
 
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:

@@ -26,11 +26,7 @@ import xxhash
 
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, Shape, ShardSpec, joined
 from dist_ckpt_strategies.core.blocks import ArrayFacts, BlockTable
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    CoverageError,
-    PlanError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, CoverageError, PlanError
 
 RANGE_NBYTES = 256 << 10
 """The unit of a digest, and of a verified read; docs/decisions.md has the measurement."""
@@ -244,12 +240,12 @@ def _blocks(
     kept: dict[tuple[str, Shape], tuple[Region, int]] = {}
     for number, shard in enumerate(shards):
         (key, region), dtype, shape = shard.id, dtypes[shard.dtype], shard.array_shape
-        known = facts.get(key)
-        if known is None:
+        earlier = facts.get(key)
+        if earlier is None:
             facts[key] = ArrayFacts(dtype, shape)
-        elif (known.dtype, known.shape) != (dtype, shape):
+        elif (earlier.dtype, earlier.shape) != (dtype, shape):
             stated = ArrayFacts(dtype, shape)
-            raise PlanError(f"{key}: {known} and {stated} on rank {rank}", key=key)
+            raise PlanError(f"{key}: {earlier} and {stated} on rank {rank}", key=key)
         if 0 in region.shape and 0 not in shard.array_shape:
             continue
         before = kept.setdefault((key, region.offset), (region, number))
@@ -392,8 +388,8 @@ def table_nbytes(num_digests: int) -> int:
 def sealed_table(digests: Digests, header: bytes) -> tuple[bytes, str]:
     """The bytes of the last tensor, and its own digest, which stands in the index."""
     of_ranges = digests.astype("<u8", copy=False).tobytes() + xxhash.xxh3_128_digest(header)
-    own = xxhash.xxh3_128(of_ranges)
-    return of_ranges + own.digest(), own.hexdigest()
+    table_digest = xxhash.xxh3_128(of_ranges)
+    return of_ranges + table_digest.digest(), table_digest.hexdigest()
 
 
 def opened_table(content: bytes, expected: str | None, path: str) -> Digests:
@@ -404,10 +400,10 @@ def opened_table(content: bytes, expected: str | None, path: str) -> Digests:
     Raises:
         CorruptCheckpointError: it is not what was written.
     """
-    found = xxhash.xxh3_128_digest(content[:-16])
-    if found != content[-16:] or (expected is not None and found.hex() != expected):
+    digest = xxhash.xxh3_128_digest(content[:-16])
+    if digest != content[-16:] or (expected is not None and digest.hex() != expected):
         raise CorruptCheckpointError(
-            f"{path} is damaged, or of another save: its digests have digest {found.hex()}, "
+            f"{path} is damaged, or of another save: its digests have digest {digest.hex()}, "
             f"expected {expected or content[-16:].hex()}",
             path=path,
         )

@@ -110,7 +110,7 @@ class OpenedSave:
         Packs are looked for again only after one of them was missing.
         """
         try:
-            found = step()
+            result = step()
         except StorageTimeoutError:
             raise
         except StorageError as error:
@@ -119,15 +119,15 @@ class OpenedSave:
             raise
         if not self.has_packs:
             self.require_current(limit_s)
-        return found
+        return result
 
 
 def pointer_at(root: Location) -> Pointer | None:
     """The content of ``index``; in a bucket, what it should be for the save that counts."""
     store = place_of(root)
     if isinstance(store, Bucket):
-        found = current_save(store)
-        return None if found is None else found.pointer
+        index = current_save(store)
+        return None if index is None else index.pointer
     return read_pointer(store)
 
 
@@ -248,7 +248,7 @@ class PackCheckpoint:
 
         By key and region.
         """
-        wanted, found, damaged = set(keys), {}, set()
+        wanted, digests, damaged = set(keys), {}, set()
         table, _, packs = self._look_up(wanted)
         places = zip(table.array.tolist(), table.place.tolist(), strict=True)
         for row, (array, (number, _, first)) in enumerate(places):
@@ -261,8 +261,8 @@ class PackCheckpoint:
                     read_table(self._store, pack, self._tables, key)
             if pack in self._tables:
                 nbytes = region.numel * DType(table.facts[array].dtype).itemsize
-                found[key, region] = self._tables[pack][first : first + num_ranges(nbytes)]
-        return found
+                digests[key, region] = self._tables[pack][first : first + num_ranges(nbytes)]
+        return digests
 
     def keys(self) -> Iterator[str]:
         """The keys of all arrays, sorted."""
@@ -335,9 +335,9 @@ class PackCheckpoint:
         of_key = dict(self.index.objects([object_id.key]))
         if object_id in of_key:
             return of_key[object_id]
-        known = some_of([name.unique_key for name in of_key]) or "none of that key"
+        stored = some_of([name.unique_key for name in of_key]) or "none of that key"
         raise ArrayNotFoundError(
-            f"{object_id.unique_key}: no such object in {self._store}; stored are {known}",
+            f"{object_id.unique_key}: no such object in {self._store}; stored are {stored}",
             key=object_id.key,
             path=str(self._store),
         )

@@ -299,7 +299,7 @@ def remove_keys(store: Place, key_prefix: str) -> None:
         nbytes += int(table.nbytes[goes].sum())
         kept.append(table.rows(np.flatnonzero(~goes)))
     objects = index.objects()
-    stay = tuple(found for found in objects if not found[0].key.startswith(key_prefix))
+    stay = tuple(stored for stored in objects if not stored[0].key.startswith(key_prefix))
     nbytes += sum(where.nbytes for name, where in objects if name.key.startswith(key_prefix))
     facts = {name: index.facts[name] for name in index.facts.keys() - {"save_id", "version"}}
     summary = PackSummary(tuple(index.packs().values()), stay, index.common)

@@ -103,8 +103,8 @@ def parse_header(content: bytes, path: str) -> OpenedPack:
         IncompatibleVersionError: a later version of this package wrote it.
     """
     try:
-        found = json.loads(content[LENGTH.size :])
-        metadata = found.pop("__metadata__")
+        fields = json.loads(content[LENGTH.size :])
+        metadata = fields.pop("__metadata__")
         if not all(isinstance(value, str) for value in metadata.values()):
             raise TypeError("__metadata__ holds what is no text")
         version, features = int(metadata["version"]), metadata["features"]
@@ -115,7 +115,7 @@ def parse_header(content: bytes, path: str) -> OpenedPack:
                 f"reads version {VERSION}; install a newer one",
                 path=path,
             )
-        return _parsed(found, metadata, named, len(content))
+        return _parsed(fields, metadata, named, len(content))
     except MALFORMED as error:
         raise CorruptCheckpointError(
             f"{path} is damaged: its header: {error}", path=path
@@ -238,9 +238,9 @@ def open_pack(store: Place, name: str, expected: PackRecord | None = None) -> Op
     if len(table) < table_nbytes(num_ranges) or _has_byte(store, file, end):
         raise CorruptCheckpointError(f"{path} is damaged: expected {end} bytes", path=path)
     digests = opened_table(table, None if expected is None else expected.digest, path)
-    found, stated = xxhash.xxh3_128_digest(content).hex(), table[-32:-16].hex()
-    if found != stated:
-        text = f"{path} is damaged: its header has digest {found}, expected {stated}"
+    digest, stated = xxhash.xxh3_128_digest(content).hex(), table[-32:-16].hex()
+    if digest != stated:
+        text = f"{path} is damaged: its header has digest {digest}, expected {stated}"
         raise CorruptCheckpointError(text, path=path)
     header = header or parse_header(content, path)
     if (header.record.nbytes, header.record.num_ranges) != (end, num_ranges):

@@ -233,8 +233,8 @@ def _flat_spans(
         into = start - first[chosen][which] if is_direct else np.full(len(which), -1)
         parts.append(np.stack([rows[chosen][which], start, size, into], 1))
 
-    some = np.flatnonzero(has_whole)
-    add(some, whole_low[some], whole_high[some], is_direct=True)
+    with_whole = np.flatnonzero(has_whole)
+    add(with_whole, whole_low[with_whole], whole_high[with_whole], is_direct=True)
     for chosen, begin, end in (
         (np.flatnonzero(has_whole & (low < whole_low)), low, whole_low),
         (np.flatnonzero(has_whole & (whole_high < high)), whole_high, high),
@@ -341,12 +341,12 @@ def _compare(
     store: Place, pack: PackRecord, key: str, at: int, content: Bytes, expected: int
 ) -> None:
     """Raise unless a range that begins at a byte of a pack's file has its digest."""
-    found = xxh3_64_intdigest(content.data)
-    if found != expected:
+    digest = xxh3_64_intdigest(content.data)
+    if digest != expected:
         path = store.path(file_of(pack.name))
         raise CorruptCheckpointError(
             f"{key}: {path}, written by rank {pack.rank}, is damaged: bytes {at} to "
-            f"{at + content.size} have digest {found:016x}, expected {expected:016x}",
+            f"{at + content.size} have digest {digest:016x}, expected {expected:016x}",
             key=key,
             path=path,
         )

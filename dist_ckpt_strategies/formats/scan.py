@@ -143,28 +143,28 @@ def run_checks(
 
     Collective if ``comm`` has several ranks.
     """
-    known = {issue.path for issue in issues}
-    left = [check for check in checks if check.name not in known]
+    with_issue = {issue.path for issue in issues}
+    left = [check for check in checks if check.name not in with_issue]
     ranks = Ranks(comm)
     results = ranks.share(
         left, lambda check: check.nbytes, _run, num_threads=num_threads, watch=watch
     )
-    own = [(number, some) for number, some in results.items() if some]
-    found = sorted(chain.from_iterable(ranks.gather(lambda: own)), key=itemgetter(0))
-    return [*issues, *(issue for _, some in found for issue in some)]
+    numbered = [(number, of_check) for number, of_check in results.items() if of_check]
+    gathered = sorted(chain.from_iterable(ranks.gather(lambda: numbered)), key=itemgetter(0))
+    return [*issues, *(issue for _, of_check in gathered for issue in of_check)]
 
 
 def _run(check: FileCheck, count: Count) -> list[Issue]:
     try:
-        found = list(check.run())
+        issues = list(check.run())
     except (*NO_ANSWER, CheckpointChangedError):
         raise  # no other object would be read either
     except CheckpointError as error:
-        found = [unreadable(check.key, check.name, error.message)]
+        issues = [unreadable(check.key, check.name, error.message)]
     except OSError as error:
-        found = [unreadable(check.key, check.name, reason(error))]
+        issues = [unreadable(check.key, check.name, reason(error))]
     count(check.nbytes)
-    return found
+    return issues
 
 
 def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
@@ -270,8 +270,8 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """The files of checkpoints of packs, with their sizes where a list says them, and others."""
     if isinstance(store, Bucket):
         names = store.names()
-        own = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
-        return {**own}, tuple(sorted({n.partition("/")[0] for n in names if n not in own}))
+        listed = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
+        return {**listed}, tuple(sorted({n.partition("/")[0] for n in names if n not in listed}))
     root = Path(str(store))
     top = read_folder(root, "")
     files: dict[str, int | None] = {
@@ -281,14 +281,14 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
     }
     for folder in folders_below(root, [name for name in _FOLDERS if name in top.folders]):
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
-    found = {*top.files, *top.folders, *top.links, *top.others}
-    return files, tuple(sorted(found.difference(files, _FOLDERS, (LOCK_NAME,))))
+    top_names = {*top.files, *top.folders, *top.links, *top.others}
+    return files, tuple(sorted(top_names.difference(files, _FOLDERS, (LOCK_NAME,))))
 
 
 def _bad_index(error: CheckpointError, store: Place) -> Issue:
     name = (error.path or "").removeprefix(f"{store}/") or INDEX_NAME
-    what = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
-    return Issue(Problem.DAMAGED, None, name, "what the save wrote", what)
+    damage = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
+    return Issue(Problem.DAMAGED, None, name, "what the save wrote", damage)
 
 
 def _arrays(
@@ -318,8 +318,8 @@ def _arrays(
 
 
 def _objects(objects: Iterable[StoredObject], packs: Mapping[int, PackRecord]) -> Iterator[Scanned]:
-    for (key, shape), some in groupby(objects, lambda found: (found[0].key, found[0].shape)):
-        places = [where for _, where in some]
+    for (key, shape), of_object in groupby(objects, lambda found: (found[0].key, found[0].shape)):
+        places = [where for _, where in of_object]
         nbytes = sum(where.nbytes for where in places)
         writers = sorted({packs[where.pack].rank for where in places})
         yield Scanned(key, shape, len(places), nbytes, tuple(writers))
@@ -346,7 +346,7 @@ def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> File
         content, listed = store.read(COMMON_NAME), checkpoint.common_content()
         if content != listed:
             expected = f"the common state in the packs, {nbytes_text(len(listed))}"
-            found = f"{nbytes_text(len(content))} that differ"
-            yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, found)
+            differing = f"{nbytes_text(len(content))} that differ"
+            yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, differing)
 
     return FileCheck(None, COMMON_NAME, nbytes, "", run)

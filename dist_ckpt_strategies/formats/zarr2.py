@@ -95,8 +95,8 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
     try:
         return replace(_parsed(content), key=key)
     except PlanError as error:
-        found = error.message.removeprefix(": ")
-        raise PlanError(f"{key}: {path}: {found}", key=key, path=str(path)) from error
+        reason = error.message.removeprefix(": ")
+        raise PlanError(f"{key}: {path}: {reason}", key=key, path=str(path)) from error
     except (ValueError, LookupError, TypeError, SyntaxError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{key}: {path} does not describe a Zarr v2 array: {error!r}", key=key, path=str(path)
@@ -108,7 +108,7 @@ def _parsed(content: bytes) -> ArraySpec:
     """The array without a key; the arrays of all layers have few descriptions between them."""
     fields = json.loads(content)
     spelled, order = str(fields["dtype"]), fields["order"]
-    dtype = next((known for known in DType if dtype_name(known) == spelled), None)
+    dtype = next((member for member in DType if dtype_name(member) == spelled), None)
     if dtype is None:
         if spelled[:1] not in set("<>|"):
             raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
@@ -248,8 +248,8 @@ def object_ids(root: Path) -> Iterator[ObjectId]:
     """
     by_key: dict[str, list[ObjectId]] = {}
     for path, _ in entries_below(root):
-        if found := shard_id(path):
-            by_key.setdefault(found.key, []).append(found)
+        if object_id := shard_id(path):
+            by_key.setdefault(object_id.key, []).append(object_id)
     for key in sorted(by_key):
         last = max(object_id.offset[-1] for object_id in by_key[key]) + 1
         for object_id in sorted(by_key[key]):
@@ -266,8 +266,8 @@ def shard_id(path: str) -> ObjectId | None:
     """
     if not path.endswith(OBJECT_SUFFIX):
         return None
-    found = ObjectId.parse(path.removesuffix(OBJECT_SUFFIX))
-    return found if found and object_name(found) == path else None
+    object_id = ObjectId.parse(path.removesuffix(OBJECT_SUFFIX))
+    return object_id if object_id and object_name(object_id) == path else None
 
 
 def object_path(root: Path, object_id: ObjectId) -> Path:

@@ -99,8 +99,8 @@ def scan_zarr(root: Path, watch: Watch | None) -> Scan:
     parts: list[_Part] = []
     if not is_foreign:
         issues += chain.from_iterable(map(_no_files, folders))
-        known = {issue.path for issue in issues}
-        parts = [*_arrays(store, files, known), *_objects(root, files)]
+        with_issue = {issue.path for issue in issues}
+        parts = [*_arrays(store, files, with_issue), *_objects(root, files)]
     listed = {folder.path_of(name): n for folder in folders for name, n in folder.files.items()}
     if COMMON_NAME in listed:
         parts.append((None, [_archive(root, None, COMMON_NAME, listed[COMMON_NAME])], ()))
@@ -274,8 +274,8 @@ def _compared_grid(
     """The files of a grid that are there, and issues for others that are not, or outside of it."""
     num_missing = math.prod(grid) - len(present)
     if num_missing > _MAX_LISTED:  # a damaged grid may be of any size
-        found = f"{len(present)}; {num_missing} are missing"
-        issue = Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", found)
+        counts = f"{len(present)}; {num_missing} are missing"
+        issue = Issue(Problem.MISSING_FILE, key, key, f"{math.prod(grid)} files", counts)
         return dict(sorted(present.items())), [issue]
     paths = dict.fromkeys(map(path_of, product(*map(range, grid))))
     only = f"files of the grid {' x '.join(map(str, grid)) or '1'} only"

@@ -22,11 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_ckpt_strategies.comm.abort import run_abandonable
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
-from dist_ckpt_strategies.comm.process_group import (
-    ProcessGroup,
-    global_rank,
-    is_of_communication,
-)
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank, is_of_communication
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.device import on_own_gpu
@@ -47,9 +43,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader
 from dist_ckpt_strategies.integrations.dcp_writer import PackStorageWriter
-from dist_ckpt_strategies.sharded.agreement import (
-    require_same_checkpoint,
-)
+from dist_ckpt_strategies.sharded.agreement import require_same_checkpoint
 from dist_ckpt_strategies.storage.host import no_garbage_collection
 
 if TYPE_CHECKING:
@@ -110,24 +104,17 @@ def save(  # noqa: PLR0913 - those of DCP
     """
     chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
     comm = _communicator(process_group, chosen, f"to {path}", "DCP save", no_dist=no_dist)
-    writers: list[PackStorageWriter] = []
 
-    def prepare() -> None:
+    def prepare() -> PackStorageWriter:
         how: Any = {"options": chosen, "allow": allow, "overwrite": overwrite}
-        writers.append(storage_writer or PackStorageWriter(path, **how))
-        writers[0].reset(path)
+        writer = storage_writer or PackStorageWriter(path, **how)
+        writer.reset(path)
+        return writer
 
-    run_collectively(comm, prepare)  # a rank that does not come is named
-    verb: Any = partial(
-        dcp_save,
-        state_dict,
-        storage_writer=writers[0],
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
-    metadata: Metadata
-    metadata = run_collectively(comm, lambda: _called(comm, verb, chosen, writers[0].discard))
+    writer = run_collectively(comm, prepare)  # a rank that does not come is named
+    how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    verb: Any = partial(dcp_save, state_dict, storage_writer=writer, **how)
+    metadata: Metadata = run_collectively(comm, lambda: _called(comm, verb, chosen, writer.discard))
     return metadata
 
 
@@ -163,14 +150,8 @@ def load(  # noqa: PLR0913 - those of DCP
         return readers[0].open().identity
 
     require_same_checkpoint(comm, path, run_and_gather(comm, prepare))
-    verb: Any = partial(
-        dcp_load,
-        state_dict,
-        storage_reader=readers[0],
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+    verb: Any = partial(dcp_load, state_dict, storage_reader=readers[0], **how)
     run_collectively(comm, lambda: _called(comm, verb, chosen))
 
 
@@ -188,7 +169,7 @@ def _called(
     options: Options,
     discard: Callable[[], None] = lambda: None,
 ) -> T:
-    """What a verb of DCP's returns; its errors as ours. ``discard``: what it has written."""
+    """The result of a function of DCP, its errors as ours; ``discard`` deletes what it wrote."""
 
     def on_gpu() -> T:
         with on_own_gpu(), torch.no_grad():
@@ -208,9 +189,9 @@ def _called(
         is_late = isinstance(error, TimeoutError)
         if not (is_late or is_of_communication(error)):
             raise
-        found = comm.peer_error(error)
+        peer = comm.peer_error(error)
         is_late |= "imed out" in str(error)
-        raise (PeerTimeoutError if is_late else PeerLostError)(found.rank, found.message) from error
+        raise (PeerTimeoutError if is_late else PeerLostError)(peer.rank, peer.message) from error
     return result
 
 
@@ -221,7 +202,7 @@ _MEANINGS: Sequence[tuple[re.Pattern[str], type[CheckpointError]]] = (
     (re.compile(r".*?key:(.+?) invalid fill tensor-volume", re.DOTALL), CoverageError),
     (re.compile(r".*?key:(.+?) has out of bounds chunk", re.DOTALL), PlanError),
 )
-"""What messages of DCP's planners mean; each names a key."""
+"""Meanings of messages of DCP's planners; each names a key."""
 
 
 def _as_error(error: BaseException) -> CheckpointError:
@@ -236,7 +217,7 @@ def _as_error(error: BaseException) -> CheckpointError:
 
 
 def _of_ranks(comm: Communicator, causes: Mapping[int, CheckpointError]) -> CheckpointError:
-    """What this rank raises, where these ranks of the group have failed."""
+    """The error for this rank if these ranks of the group have failed."""
     rank = comm.rank if comm.rank in causes else min(causes)
     cause, who = causes[rank], comm.global_ranks[rank]
     if rank == comm.rank:

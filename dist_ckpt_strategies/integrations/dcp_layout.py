@@ -73,7 +73,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Which of the shards and values in states of a training this rank saves; ``shard_layout``."""
+    """The shards and values of a training's states that this rank saves; see ``shard_layout``."""
 
     own: frozenset[Any]
 
@@ -121,7 +121,7 @@ def _planner_of(state: Mapping[str, Any]) -> DefaultSavePlanner:
 
 
 def _shards_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What DCP would save of a state on this rank, with its keys; nobody is chosen yet."""
+    """This rank's shards of a state, with DCP's keys; no rank is chosen to save them yet."""
     planner, shards = _planner_of(state), {}
     for item in planner.create_local_plan().items:
         key, data, stored = item.index.fqn, planner.lookup_object(item.index), item.tensor_data

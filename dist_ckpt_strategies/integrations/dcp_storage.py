@@ -21,23 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.device import require_plain, torch_dtype
-from dist_ckpt_strategies.errors import (
-    CheckpointChangedError,
-    CheckpointError,
-    PlanError,
-)
+from dist_ckpt_strategies.errors import CheckpointChangedError, CheckpointError, PlanError
 from dist_ckpt_strategies.formats.base import layers
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, load_content
@@ -66,7 +57,7 @@ PATHS = "dcp_paths"
 
 
 class Placed:
-    """What DCP asks of writers and readers about their place."""
+    """The methods of writers and readers for their place."""
 
     checkpoint_id: Any = None
     _options: Options
@@ -136,7 +127,7 @@ class PackStorageReader(Placed, StorageReader):
         return opened
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """What the checkpoint holds, each array as one chunk. DCP calls it.
+        """The content of the checkpoint, each array as one chunk. DCP calls it.
 
         (It hands on metadata of each rank's own where a parameter is named ``kwargs``.)
         """
@@ -206,7 +197,7 @@ class PackStorageReader(Placed, StorageReader):
 
 def _metadata(opened: OpenedCheckpoint) -> Metadata:
     content: dict[str, Any] = {key: BytesStorageMetadata() for key in _objects(opened)}
-    stored, known = opened.stored, dict[str, Any]()
+    stored, paths = opened.stored, dict[str, Any]()
     for key, spec in stored.find(stored.keys()).items():
         size = torch.Size(spec.shape)
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
@@ -214,8 +205,8 @@ def _metadata(opened: OpenedCheckpoint) -> Metadata:
         content[key] = TensorStorageMetadata(properties, size, [chunk])
     if isinstance(stored, PackCheckpoint):
         for one in layers(stored):
-            known = one.index.facts.get(PATHS, {}) | known
-    return Metadata(content, {key: tuple(known.get(key, (key,))) for key in content})
+            paths = one.index.facts.get(PATHS, {}) | paths
+    return Metadata(content, {key: tuple(paths.get(key, (key,))) for key in content})
 
 
 def _objects(opened: OpenedCheckpoint) -> dict[str, ObjectId]:
@@ -229,7 +220,7 @@ def _objects(opened: OpenedCheckpoint) -> dict[str, ObjectId]:
 def _read_objects(
     opened: OpenedCheckpoint, items: Sequence[ReadItem], options: Options, deadline: Deadline
 ) -> dict[str, bytes]:
-    """What is stored of objects, by key; it can be unpickled to what is allowed."""
+    """The stored bytes of objects, by key; they unpickle to allowed classes only."""
     keys = {item.storage_index.fqn for item in items}
     stored, limit_s = opened.stored, ENDING * options.timeout_s
     contents = dict.fromkeys(sorted(keys), b"")

@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -29,11 +22,7 @@ from dist_ckpt_strategies.comm.process_group import global_rank
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import DType, ObjectId, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.device import require_plain
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    PlanError,
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import CheckpointError, PlanError, StrategyError
 from dist_ckpt_strategies.formats.base import BASE, NamedBase, base_to_name
 from dist_ckpt_strategies.formats.commit import require_unfinished
 from dist_ckpt_strategies.formats.index import NewSave, PackSummary
@@ -46,12 +35,7 @@ from dist_ckpt_strategies.integrations.dcp_storage import PATHS, Placed, done, r
 from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
 from dist_ckpt_strategies.sharded.save import Contents, limits_of, pack_writer, write_contents
 from dist_ckpt_strategies.sharded.unchanged import LastSave, compared, described_save, judged
-from dist_ckpt_strategies.storage.io_pool import (
-    OPENING,
-    WORK,
-    Deadline,
-    run_within,
-)
+from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_within
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +184,7 @@ def _no_common_state() -> bytes:
 def _contents(
     plan: SavePlan, planner: SavePlanner, allow: Allowed, *, has_common: bool
 ) -> Contents:
-    """What a plan has this rank write."""
+    """This rank's shards and objects in a plan."""
     shards: list[ShardSpec] = []
     tensors: list[torch.Tensor] = []
     objects: list[tuple[ObjectId, bytes]] = []
@@ -239,5 +223,5 @@ def _paths(planner_data: Any) -> dict[str, list[str | int]]:
         isinstance(path, tuple) and all(isinstance(step, str | int) for step in path)
         for path in planner_data.values()
     )
-    found = planner_data.items() if are_paths else ()
-    return {key: list(path) for key, path in found if path != (key,)}
+    paths = planner_data.items() if are_paths else ()
+    return {key: list(path) for key, path in paths if path != (key,)}

@@ -110,7 +110,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         self._is_in_step = False
 
     def get_wrapper_from_trainer(self, trainer: Any) -> HPCallWrapper:
-        """What the block has put on its trainer.
+        """The caller that the block has set on its trainer.
 
         Raises:
             StrategyError: it has not.
@@ -138,8 +138,8 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Ask for adapters, where no connector of ours does it; see Lightning."""
         peft = self.get_peft_callback(trainer)
-        own = isinstance(trainer._checkpoint_connector, CheckpointlessCompatibleConnector)  # noqa: SLF001
-        if self.enable_checkpointless and peft is not None and not own:
+        has_connector = isinstance(trainer._checkpoint_connector, CheckpointlessCompatibleConnector)  # noqa: SLF001
+        if self.enable_checkpointless and peft is not None and not has_connector:
             self._try_adapter_checkpointless_restore(trainer, set(peft.params_to_save))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class FaultPoint(StrEnum):
-    """Where in a step a rank fails."""
+    """The point in a step at which a rank fails."""
 
     BATCH_START = "batch start"
     FORWARD = "forward"
@@ -19,7 +19,7 @@ class FaultPoint(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """What happens to the rank."""
+    """The fault itself."""
 
     EXCEPTION = "exception"
     """The training raises."""

@@ -28,7 +28,7 @@ _DIVIDING = frozenset({"MegatronStrategy"})
 
 
 class LoopState(ReplicatedState):
-    """What Lightning's checkpoint holds of a trainer's loops, schedules, precision and callbacks.
+    """A trainer's loops, schedules, precision and callbacks, as Lightning's checkpoint has them.
 
     It is captured at the end of each step: the moment at which Lightning's own checkpoints are
     made, and that its loops can go on from. Only the trainer can end a step, so a rank that was
@@ -57,18 +57,18 @@ class LoopState(ReplicatedState):
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider; before the data loader is made."""
         self._captured = dict(objects)
-        found = copy.deepcopy(self._captured)
-        self._load_others(found)
+        objects_now = copy.deepcopy(self._captured)
+        self._load_others(objects_now)
         fit, precision, schedules, callbacks = self._bound()
         # To a loop that has not begun, a state would say that it continues from somewhere.
-        if found["loops"]["epoch_loop.batch_progress"]["total"]["ready"]:
-            fit.load_state_dict(found["loops"])
-        for one, state in zip(schedules, found["schedules"], strict=True):
+        if objects_now["loops"]["epoch_loop.batch_progress"]["total"]["ready"]:
+            fit.load_state_dict(objects_now["loops"])
+        for one, state in zip(schedules, objects_now["schedules"], strict=True):
             one.scheduler.load_state_dict(state)
-        precision.load_state_dict(found["precision"])
+        precision.load_state_dict(objects_now["precision"])
         for callback in callbacks:
-            if callback.state_key in found["callbacks"]:
-                callback.load_state_dict(found["callbacks"][callback.state_key])
+            if callback.state_key in objects_now["callbacks"]:
+                callback.load_state_dict(objects_now["callbacks"][callback.state_key])
 
     def why_declined(self) -> str:
         """Why a recovery from memory is not tried, in words; empty if it is."""
@@ -222,13 +222,13 @@ def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
     the precision plugin's ``_after_closure`` last. An earlier call's ``then`` is replaced.
     Raises a StrategyError if the plugin has no such moment.
     """
-    found = getattr(plugin, "_after_closure", None)
-    if found is None:
+    theirs = getattr(plugin, "_after_closure", None)
+    if theirs is None:
         raise StrategyError(
             f"{type(plugin).__name__}: expected one of Lightning's precision plugins, with "
             "_after_closure"
         )
-    before = getattr(found, "plugins_own", found)
+    before = getattr(theirs, "plugins_own", theirs)
 
     def after(*a: Any, **kw: Any) -> Any:
         result = before(*a, **kw)
@@ -240,24 +240,24 @@ def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
 
 
 def wrapper_of(trainer: Any) -> HPCallWrapper:
-    """What the block has put on its trainer: ``trainer.wrapper = caller``; else a StrategyError."""
-    found = getattr(trainer, "wrapper", None)
-    if found is None:
+    """The caller that the block has set as ``trainer.wrapper``; else a StrategyError."""
+    wrapper = getattr(trainer, "wrapper", None)
+    if wrapper is None:
         raise StrategyError(
             "the trainer has no wrapper: set trainer.wrapper to the HPCallWrapper that the block "
             "is given"
         )
-    return found  # type: ignore[no-any-return]
+    return wrapper  # type: ignore[no-any-return]
 
 
 def manager_of(trainer: Any) -> CheckpointManager:
     """The manager that the wrapper was made with; a StrategyError if there is none."""
-    found = wrapper_of(trainer).wrapper.checkpoint_manager
-    if not isinstance(found, CheckpointManager):
+    manager = wrapper_of(trainer).wrapper.checkpoint_manager
+    if not isinstance(manager, CheckpointManager):
         raise StrategyError(
             "recovery from memory: give HPWrapper a CheckpointManager as checkpoint_manager"
         )
-    return found
+    return manager
 
 
 def peft_callback_of(trainer: Any) -> Any:
@@ -291,13 +291,13 @@ def go_to_batch(trainer: Any, num_batches: int) -> None:
 
 def clear_tensor_hooks(device_type: str) -> int:
     """Take all hooks off the tensors of a device; the number of tensors that had any."""
-    found = [
+    hooked = [
         one
         for one in gc.get_objects()
         if issubclass(type(one), torch.Tensor)
         and one.device.type == device_type
         and one._backward_hooks  # noqa: SLF001 - no public way to take all off
     ]
-    for tensor in found:
+    for tensor in hooked:
         tensor._backward_hooks = None  # noqa: SLF001
-    return len(found)
+    return len(hooked)

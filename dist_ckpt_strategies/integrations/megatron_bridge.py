@@ -57,7 +57,7 @@ class PackCheckpointManager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """What Bridge keeps between saves and loads; its setup reads it."""
+        """The state that Bridge keeps between saves and loads; its setup reads it."""
         context: dict[str, Any] = self._theirs.checkpointing_context
         return context
 

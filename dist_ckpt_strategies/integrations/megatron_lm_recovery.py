@@ -40,8 +40,8 @@ class _LoopState(MegatronStateProvider):
         counts["iteration"] = iteration
         counts["consumed_train_samples"] += num_samples
         core, schedule = MegatronStateProvider.objects(self), self._schedule.state_dict()
-        found = {"core": core, "schedule": schedule, "counts": counts}
-        self._captured: Mapping[str, Any] = copy.deepcopy(found)
+        objects = {"core": core, "schedule": schedule, "counts": counts}
+        self._captured: Mapping[str, Any] = copy.deepcopy(objects)
 
     def objects(self) -> Mapping[str, Any]:
         """See StateProvider; as they were captured."""
@@ -91,14 +91,14 @@ class _Loop:
         state.capture(iteration, 0)
         manager.begin_step()
         manager.load_rng_states()
-        found = self._train_step(*a, iteration=iteration, **kw)
+        result = self._train_step(*a, iteration=iteration, **kw)
         if manager.phase is Phase.UPDATING:
             num_batches = training.mpu.get_data_parallel_world_size()
             num_batches *= training.get_num_microbatches()
             state.capture(iteration + 1, num_batches * training.get_args().micro_batch_size)
             manager.end_update()
             manager.end_step()
-        return found
+        return result
 
 
 def restarting(

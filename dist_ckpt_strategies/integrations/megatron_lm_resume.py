@@ -22,7 +22,7 @@ from dist_ckpt_strategies.strategies.compare import compare
 logger = logging.getLogger(__name__)
 
 _IGNORED = ("args", "iteration", "num_floating_point_operations_so_far", "rerun_state_machine*")
-"""What differs, or is not put back, in an honest resume."""
+"""Keys that differ, or are not restored, in a correct resume."""
 
 _PARTIAL = ("finetune", "no_load_optim", "no_load_rng")
 """Flags with which a resume is not meant to take over everything."""
@@ -32,7 +32,7 @@ _MAKERS = ("generate_state_dict", "get_rng_state")
 
 @dataclass(slots=True)
 class FirstResume:
-    """What was loaded, until it has been compared once.
+    """The checkpoint that was loaded, until it has been compared once.
 
     Attributes:
         manager: of the checkpoints, if there is one.
@@ -88,7 +88,7 @@ def _recorded(module: Any, calls: dict[str, Any]) -> Iterator[None]:
 
 
 def _again(function: Callable[..., Any], call: Any, **changes: Any) -> Any:
-    """What a function returns now, as for a save."""
+    """The result of a function now, as for a save."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():
         if isinstance(value, dict) and "is_loading" in value:
@@ -101,8 +101,8 @@ def _compare(
 ) -> None:
     def state() -> StateDict:
         random = {"rng_state": calls[_MAKERS[1]]()} if has_random else {}
-        found: StateDict = calls[_MAKERS[0]](**random)
-        return found
+        state_now: StateDict = calls[_MAKERS[0]](**random)
+        return state_now
 
     has_random = _MAKERS[1] in calls  # not after a change of TP or PP: Megatron-LM draws anew
     ignored = _IGNORED if has_random else (*_IGNORED, "*rng_state")

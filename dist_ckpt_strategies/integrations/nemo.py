@@ -137,7 +137,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
                 super().load_model_state_dict(checkpoint, strict=strict)
 
         def get_wrapper(self) -> HPCallWrapper:
-            """What the block has put on its trainer."""
+            """The caller that the block has set on its trainer."""
             return wrapper_of(self.trainer)
 
         def is_peft(self) -> bool:
@@ -190,9 +190,9 @@ def _tell_of_trainer(trainer: Any) -> None:
 def _provide_state(strategy: Any, trainer: Any) -> None:
     """A StateProvider over the strategy's chunks and its Megatron-Core optimizer, if it has one."""
     optimizers = [
-        found
+        mcore
         for one in getattr(strategy, "optimizers", None) or []
-        if (found := getattr(one, "mcore_optimizer", None)) is not None
+        if (mcore := getattr(one, "mcore_optimizer", None)) is not None
     ]
     if len(optimizers) == 1:
         provider = NemoStateProvider(list(strategy.megatron_parallel), optimizers[0], trainer)
@@ -206,16 +206,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         if name == "CheckpointlessAutoResume":
-            found = auto_resume_class(import_module("nemo.lightning.resume").AutoResume)
+            cls = auto_resume_class(import_module("nemo.lightning.resume").AutoResume)
         else:
             strategies = import_module("nemo.lightning.pytorch.strategies")
-            found = strategy_class(strategies.MegatronStrategy)
+            cls = strategy_class(strategies.MegatronStrategy)
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"{name} needs NeMo with its Lightning strategies: pip install 'nemo_toolkit[llm]' "
             f"({error})"
         ) from error
-    found.__name__ = found.__qualname__ = name
-    found.__module__ = __name__
-    globals()[name] = found  # the next look finds it
-    return found
+    cls.__name__ = cls.__qualname__ = name
+    cls.__module__ = __name__
+    globals()[name] = cls  # the next look finds it
+    return cls

@@ -27,14 +27,14 @@ NO_STEP = -1
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 
 _OF_A_SAVE = (PARTIAL_PREFIX, REMOVED_PREFIX)
-"""What is in a checkpoint whose save has not ended: no checkpoints of their own."""
+"""Begin names of directories in an unfinished save; these are no checkpoints."""
 
 _OF_A_ROOT = (".dist-ckpt-", TRACKER_NAME)
 """Begins the names of files that roots have beside checkpoints."""
 
 
 class Tier(StrEnum):
-    """Where a checkpoint is: in memory of ranks, on disks of nodes, on storage that all see."""
+    """The place of a checkpoint: memory of the ranks, disks of the nodes, or shared storage."""
 
     MEMORY = "memory"
     LOCAL = "local"
@@ -81,15 +81,15 @@ class Attempt:
 
     def __str__(self) -> str:
         """One line for a log."""
-        what = f"checkpoint of iteration {self.iteration}"
+        subject = f"checkpoint of iteration {self.iteration}"
         if self.iteration == NO_STEP:
-            what = "checkpoints"
-        return f"{self.tier} {what} ({self.name}): {self.reason}"
+            subject = "checkpoints"
+        return f"{self.tier} {subject} ({self.name}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded, and which checkpoints were refused before.
+    """The checkpoint that was loaded, and those that were refused before.
 
     Attributes:
         tier: where it was.
@@ -110,9 +110,9 @@ class Loaded:
 def global_candidates(address: str | Path | Bucket, pattern: str | None = None) -> list[Candidate]:
     """The checkpoints at or below a place, the newest first; see ``load_latest``. Rank-local."""
     place = located(address, options_from_environment())
-    found = _below(place, pattern)
+    is_finished_by_name = _below(place, pattern)
     store = Directory(place) if isinstance(place, Path) else place
-    course = Course() if str(place) in found else read_course(store)
+    course = Course() if str(place) in is_finished_by_name else read_course(store)
     candidates = [
         Candidate(
             Tier.GLOBAL,
@@ -121,9 +121,9 @@ def global_candidates(address: str | Path | Bucket, pattern: str | None = None) 
             is_finished,
             not is_finished or course.has(number),
         )
-        for name, is_finished in found.items()
+        for name, is_finished in is_finished_by_name.items()
     ]
-    return sorted(candidates, key=lambda one: (one.iteration, one.name), reverse=True)
+    return sorted(candidates, key=lambda c: (c.iteration, c.name), reverse=True)
 
 
 def _below(place: Location, pattern: str | None) -> dict[str, bool]:
@@ -141,10 +141,10 @@ def _in_directory(directory: Path, pattern: str | None) -> dict[str, bool]:
         if pattern is None and (not directory.is_dir() or _is_finished(directory)):
             return {str(directory): directory.is_dir()}
         below = list(directory.iterdir())
-        found = [path for path in below if _is_numbered(path.name, pattern) and path.is_dir()]
-        if not found and _is_meant(directory.name, (path.name for path in below), pattern):
-            found = [directory]
-        return {str(path): _is_finished(path) for path in found}
+        checkpoints = [path for path in below if _is_numbered(path.name, pattern) and path.is_dir()]
+        if not checkpoints and _is_meant(directory.name, (path.name for path in below), pattern):
+            checkpoints = [directory]
+        return {str(path): _is_finished(path) for path in checkpoints}
 
 
 def _is_finished(directory: Path) -> bool:

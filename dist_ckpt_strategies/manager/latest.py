@@ -134,7 +134,7 @@ def load_step(comm: Communicator, tiers: Sequence[DiskTier], reads: Reads, step:
 def in_order(
     choices: Sequence[_Choice], at_most: int | None, *, is_logged: bool = False
 ) -> tuple[list[_Choice], list[Attempt]]:
-    """What may be loaded, in the order of trial, and finished ones that may not, with the reasons.
+    """The candidates in the order of trial, and finished ones that are refused, with reasons.
 
     With ``at_most`` the one that it names comes first, then the present course, then what was left.
     """
@@ -165,7 +165,7 @@ def _order(one: Candidate, at_most: int | None) -> tuple[bool, bool, int, bool]:
 
 def _choices(comm: Communicator, tiers: Sequence[DiskTier]) -> list[_Choice]:
     """All candidates, each once, with their tiers. Collective."""
-    return list({one: tier for tier in tiers for one in tier.newest(comm)}.items())
+    return list({candidate: tier for tier in tiers for candidate in tier.newest(comm)}.items())
 
 
 def _first_usable(
@@ -181,8 +181,8 @@ def _first_usable(
         except CheckpointError as error:
             if candidate.iteration == NO_STEP and isinstance(error, CheckpointNotFoundError):
                 continue  # there never was a local checkpoint
-            what = candidate.tier, candidate.iteration, candidate.name, str(error)
-            attempts.append(Attempt(*what, is_unfinished=not candidate.is_finished))
+            place = candidate.tier, candidate.iteration, candidate.name, str(error)
+            attempts.append(Attempt(*place, is_unfinished=not candidate.is_finished))
             logger.warning("%s", attempts[-1])
         else:
             return replace(loaded, attempts=tuple(attempts)), attempts

@@ -33,7 +33,7 @@ from dist_ckpt_strategies.storage.io_pool import WORK
 logger = logging.getLogger(__name__)
 
 _REMOVAL_S = 5.0
-"""How long ``release`` waits for the removal of old checkpoints: after an error others wait too."""
+"""Longest wait of ``release`` for the removal of old checkpoints: other ranks wait meanwhile."""
 
 
 class TieredCheckpointManager(CheckpointReader):
@@ -94,8 +94,8 @@ class TieredCheckpointManager(CheckpointReader):
                 "local and policy.local_every_steps: expected both or none, found "
                 f"{local!r} and {policy.local_every_steps!r}"
             )
-        known = options_from_environment().with_changes(on_unchanged=options.on_unchanged)
-        timeout_s, lease_s = options.limits(known.timeout_s)
+        checked = options_from_environment().with_changes(on_unchanged=options.on_unchanged)
+        timeout_s, lease_s = options.limits(checked.timeout_s)
         super().__init__(Root(root, timeout_s, lease_s), local, recovery, options, timeout_s)
         self.policy, self.read_only = policy, read_only
         self._saves = Saves(self._root, self._tiers, policy, options)
@@ -151,8 +151,7 @@ class TieredCheckpointManager(CheckpointReader):
         """
         step, comm, saves = whole_step(step), self._open(to_save=True), self._saves
         self._poller.handle_signals()
-        due = Tier.GLOBAL if force else self._poller.due(comm, step, self._tiers)
-        poll = self._poller.ask(comm, step, due, saves)
+        poll = self._poller.ask(comm, step, saves, self._tiers, force=force)
         waited_s, failed = 0.0, None
         if poll.is_done or poll.due is Tier.GLOBAL:
             waited_s, failed = saves.end_previous(comm, step)
@@ -263,14 +262,14 @@ class TieredCheckpointManager(CheckpointReader):
             return comm
         begun = saves.running and [saves.running.event.step, saves.running.event.tier]
         is_stale = bool(begun) and comm.group_id != self._group_id
-        known = [is_stale, begun, saves.last and [*saves.last]]
-        answers = run_and_gather(comm, lambda: [root.job(), uuid.uuid4().hex, *known])
+        progress = [is_stale, begun, saves.last and [*saves.last]]
+        answers = run_and_gather(comm, lambda: [root.job(), uuid.uuid4().hex, *progress])
         jobs = [job for job, *_ in answers if job]
         root.join([*jobs, answers[0][1]][0])
         run_on_first_rank(comm, partial(root.acquire, WORK * self._timeout_s, jobs))
         # Some rank has been replaced, or the save under way is of another process group.
-        if any(one != known or one[0] for _, _, *one in answers):
-            saves.give_up()
+        if any(of_rank != progress or of_rank[0] for _, _, *of_rank in answers):
+            saves.give_up(comm, next((save for *_, save, _ in answers if save), None))
             if self.local is not None:
                 run_collectively(comm, self.local.abandon)
         self._is_open, self._group_id, saves.global_s = True, comm.group_id, time.monotonic()

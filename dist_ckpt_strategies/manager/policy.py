@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -51,7 +51,8 @@ class SavePolicy:
         should_save: function that is asked once in each ``save`` without ``force``, on all ranks,
             besides the numbers above: given the step, it returns whether to save globally, or a
             tier, ``"local"`` or ``"global"``. The answer of the first rank counts; it logs one line
-            if others differ. All ranks wait for the answers: one small gather in each step.
+            if others differ. The answers travel in the poll, which is then made in each step, and
+            waited for.
     """
 
     every_steps: int | None = None
@@ -64,10 +65,10 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         """Refuse what could only fail at a later step."""
-        for name, (kind, what) in _POSITIVE.items():
+        for name, (kind, expected) in _POSITIVE.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, kind) and float(value) > 0):
-                raise PlanError(f"{name}: expected a {what} above 0, found {value!r}")
+                raise PlanError(f"{name}: expected a {expected} above 0, found {value!r}")
         if self.keep_best is not None:
             require_keep_best(self.keep_best)
         if self.keep_every and not (self.keep_last or self.keep_best):
@@ -83,13 +84,15 @@ class SavePolicy:
             return Tier.LOCAL
         return None
 
-    def asked(self, step: int) -> Tier | None:
-        """The tier that ``should_save`` names for a step; None: none."""
+    def asked(self, step: int, tiers: Collection[Tier]) -> Tier | None:
+        """The tier that ``should_save`` names for a step, of those that there are; None: none."""
         answer = self.should_save(step) if self.should_save is not None else None
         if not isinstance(answer, str):
             return Tier.GLOBAL if answer else None
         if answer not in {Tier.LOCAL, Tier.GLOBAL}:
             raise PlanError(f"should_save: expected a bool, 'local' or 'global', found {answer!r}")
+        if answer not in tiers:
+            raise PlanError(f"should_save: the {answer} tier is due, and the manager has none")
         return Tier(answer)
 
 
@@ -159,6 +162,12 @@ def whole_step(step: object) -> int:
     if not (isinstance(step, Integral) and int(step) >= 0):
         raise PlanError(f"step: expected the number of steps done, found {step!r}")
     return int(step)
+
+
+def require_same(steps: Sequence[object]) -> None:
+    """Raise a PlanError unless all ranks have the same step."""
+    if len(set(steps)) > 1:
+        raise PlanError(f"step: expected the same on all ranks, found {[*steps]} on ranks 0, 1, …")
 
 
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:

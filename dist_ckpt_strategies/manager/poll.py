@@ -1,14 +1,14 @@
-"""What ranks ask each other after a step: signals, minutes, and whether a save has ended."""
+"""The poll of all ranks after a step: signals, minutes, ``should_save``, the end of a save."""
 
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
-from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.comm.base import Communicator, run_collectively
 from dist_ckpt_strategies.manager.candidates import Tier
 from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy
 from dist_ckpt_strategies.manager.saves import Saves
@@ -16,14 +16,17 @@ from dist_ckpt_strategies.manager.tiers import RunningSave
 
 logger = logging.getLogger(__name__)
 
-_PREEMPTED, _LATE, _DONE = 1, 2, 4
-"""In an answer: a signal has come, ``every_minutes`` have passed, this rank's share is written."""
+_PREEMPTED, _LATE, _DONE, _FAILED, _LOCAL, _GLOBAL = 1, 2, 4, 8, 16, 32
+"""In an answer: a signal has come, ``every_minutes`` have passed, this rank's share is written;
+``should_save`` has raised, or has named a tier."""
+
+_WANTED = _LOCAL | _GLOBAL
 
 _ENDING: set[str] = set()  # roots of trainings that have to end, whichever attempt heard of it
 
 
 class Poll(NamedTuple):
-    """What all ranks know after a step.
+    """The result of a poll, equal on all ranks.
 
     ``due`` is the tier to save to, if any; ``is_done``: the save under way has ended on all ranks.
     """
@@ -80,58 +83,75 @@ class Poller:
             signal.signal(number, handler or signal.SIG_DFL)
         self._handlers.clear()
 
-    def due(self, comm: Communicator, step: int, tiers: Collection[Tier]) -> Tier | None:
-        """The tier that a step is due for, by numbers and ``should_save``. Collective with that.
+    def ask(
+        self, comm: Communicator, step: int, saves: Saves, tiers: Collection[Tier], *, force: bool
+    ) -> Poll:
+        """Poll all ranks, if anything can have happened, which all of them know alike.
 
-        The answer of the first rank counts.
+        Collective then. ``tiers`` are those that the manager has. ``should_save`` is asked unless
+        the step is saved by ``force``.
         """
-        due, policy = self._policy.due(step), self._policy
-        if policy.should_save is None:
-            return due
-
-        def ask() -> Tier | None:
-            answer = policy.asked(step)
-            if answer not in {None, *tiers}:
-                raise PlanError(f"should_save: the {answer} tier is due, and the manager has none")
-            return answer
-
-        answers = run_and_gather(comm, ask)
-        if comm.rank == 0 and len(set(answers)) > 1:
-            logger.warning("step %d: should_save differs between ranks; rank 0's counts", step)
-        named = {due, answers[0]}
-        return next((tier for tier in (Tier.GLOBAL, Tier.LOCAL) if tier in named), None)
-
-    def ask(self, comm: Communicator, step: int, due: Tier | None, saves: Saves) -> Poll:
-        """What all ranks know; ``due`` is what this step is due for without asking.
-
-        Collective, unless at this step nothing can have happened: that is known on all ranks alike.
-        """
-        options, minutes, running = self._options, self._policy.every_minutes, saves.running
-        can_happen = running or options.preemption_signals or minutes
-        asks = (running and due is Tier.LOCAL) or (
-            can_happen and step % options.poll_every_steps == 0
-        )
-        answers = [0] * comm.size
-        if self._pending is not None:  # of ranks on GPUs, whose answers come one call later
-            numbers, was_running = self._pending
-            found, self._pending = numbers(), None
-            answers = found if was_running is running else [one & _PREEMPTED for one in found]
-        if asks:
-            numbers = comm.begin_gather(self._answer(saves))
-            if due is None and comm.device.type != "cpu":
-                self._pending = numbers, running
-            else:
-                answers = [old | new for old, new in zip(answers, numbers(), strict=True)]
+        due = Tier.GLOBAL if force else self._policy.due(step)
+        answers = self._answers(comm, step, due, saves, None if force else tiers)
         preempted = [comm.global_ranks[n] for n, one in enumerate(answers) if one & _PREEMPTED]
         if preempted:
             logger.warning("ranks %s: preempted; step %d is the last one", preempted, step)
-        is_done = all(one & _DONE for one in answers)
-        is_due = bool(preempted) or answers[0] & _LATE
-        return Poll(bool(preempted), is_done, Tier.GLOBAL if is_due else due)
+        if comm.rank == 0 and len({answer & _WANTED for answer in answers}) > 1:
+            logger.warning("step %d: should_save differs between ranks; rank 0's counts", step)
+        if preempted or answers[0] & (_LATE | _GLOBAL):
+            due = Tier.GLOBAL
+        elif due is None and answers[0] & _LOCAL:
+            due = Tier.LOCAL
+        return Poll(bool(preempted), all(answer & _DONE for answer in answers), due)
+
+    def _answers(
+        self,
+        comm: Communicator,
+        step: int,
+        due: Tier | None,
+        saves: Saves,
+        tiers: Collection[Tier] | None,
+    ) -> list[int]:
+        """The answers of all ranks, by rank; 0 if nothing was asked. Collective."""
+        options, policy, running = self._options, self._policy, saves.running
+        asks_caller = policy.should_save is not None and tiers is not None
+        can_happen = running or options.preemption_signals or policy.every_minutes
+        is_due = can_happen and step % options.poll_every_steps == 0
+        answers = [0] * comm.size
+        if self._pending is not None:  # of ranks on GPUs, whose answers come one call later
+            numbers, was_running = self._pending
+            late, self._pending = numbers(), None
+            answers = late if was_running is running else [n & _PREEMPTED for n in late]
+        if not (asks_caller or is_due or (running and due is Tier.LOCAL)):
+            return answers
+        failures: list[Exception] = []
+        wanted = self._wanted(step, tiers or (), failures) if asks_caller else 0
+        numbers = comm.begin_gather(self._answer(saves) | wanted)
+        if due is None and not asks_caller and comm.device.type != "cpu":
+            self._pending = numbers, running
+            return answers
+        answers = [old | new for old, new in zip(answers, numbers(), strict=True)]
+        if any(answer & _FAILED for answer in answers):
+            run_collectively(comm, partial(_raise_any, failures))
+        return answers
 
     def _answer(self, saves: Saves) -> int:
-        """What this rank has to tell. Rank-local."""
+        """The state of this rank, as bits. Rank-local."""
         minutes, running = self._policy.every_minutes, saves.running
         is_late = minutes is not None and time.monotonic() - saves.global_s >= 60 * minutes
         is_done = running is not None and running.request.done()
         return _PREEMPTED * self.is_preempted() | _LATE * is_late | _DONE * is_done
+
+    def _wanted(self, step: int, tiers: Collection[Tier], failures: list[Exception]) -> int:
+        """The answer of ``should_save``, as bits; an error is added to ``failures``. Rank-local."""
+        try:
+            tier = self._policy.asked(step, tiers)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
+            failures.append(error)
+            return _FAILED
+        return _GLOBAL * (tier is Tier.GLOBAL) | _LOCAL * (tier is Tier.LOCAL)
+
+
+def _raise_any(failures: list[Exception]) -> None:
+    if failures:
+        raise failures.pop()  # in the list it would be part of a cycle, with its frames

@@ -10,12 +10,12 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import SaveMetrics
-from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError, PlanError
-from dist_ckpt_strategies.formats.course import Course
+from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError
+from dist_ckpt_strategies.formats.course import Course, read_course, read_metrics
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import NO_STEP, Attempt, Loaded, Tier
 from dist_ckpt_strategies.manager.latest import load_newest, load_step
-from dist_ckpt_strategies.manager.policy import ManagerOptions, whole_step
+from dist_ckpt_strategies.manager.policy import ManagerOptions, require_same, whole_step
 from dist_ckpt_strategies.manager.resume import check_resume
 from dist_ckpt_strategies.manager.root import NAME, Root
 from dist_ckpt_strategies.manager.tiers import DiskTier, GlobalTier, LocalTier, State
@@ -55,13 +55,12 @@ class CheckpointReader:
         self._root, self._timeout_s = root, timeout_s
         self.loaded: Loaded | None = None
         saving = {"sharded_strategy": options.strategy, "allow": options.allow}
-        saving |= {"on_unchanged": options.on_unchanged}
+        saving |= {"on_unchanged": options.on_unchanged, "timeout_s": options.timeout_s}
         self._tiers: dict[Tier, DiskTier] = {}  # of equal steps, the first is loaded
         if local is not None:
             local.bind(self.root)
-            self._tiers[Tier.LOCAL] = LocalTier(local, root)
-        shared = GlobalTier(root, NAME, **saving, timeout_s=options.timeout_s)
-        self._tiers[Tier.GLOBAL] = shared
+            self._tiers[Tier.LOCAL] = LocalTier(local)
+        self._tiers[Tier.GLOBAL] = GlobalTier(root, NAME, **saving)
 
     def directory(self, step: int) -> str:
         """Path or URL of the global checkpoint of a step. Rank-local."""
@@ -73,16 +72,16 @@ class CheckpointReader:
 
     def latest_step(self) -> int | None:
         """The last finished step of the present course; None: there is none. Rank-local."""
-        found = (one for one in self._root.candidates() if one.is_finished and one.is_ours)
-        return max((one.iteration for one in found), default=None)
+        candidates = [c for c in self._root.candidates() if c.is_finished and c.is_ours]
+        return max((c.iteration for c in candidates), default=None)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a global checkpoint was saved with. Rank-local; reads the storage."""
-        return self._root.metrics(step)
+        return read_metrics(self._root.store, step)
 
     def course(self) -> Course:
-        """Which checkpoints the training has left. Rank-local; reads the storage."""
-        return self._root.course()
+        """The course, with the checkpoints that were left. Rank-local; reads the storage."""
+        return read_course(self._root.store)
 
     @raises_megatron_errors
     def load_latest(
@@ -151,9 +150,7 @@ class CheckpointReader:
         """
         step = whole_step(step)
         comm, state = self._begin_load(state_dict)
-        steps = run_and_gather(comm, lambda: step)
-        if len(set(steps)) > 1:
-            raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
+        require_same(run_and_gather(comm, lambda: step))
         return self._load(comm, partial(load_step, step=step), state, arguments, step)
 
     @raises_megatron_errors
@@ -202,14 +199,14 @@ class CheckpointReader:
     def _from_memory(
         self, comm: Communicator, provider: Any
     ) -> tuple[Loaded | None, tuple[Attempt, ...]]:
-        """What is in memory, or why that does not serve. Collective."""
+        """The state in memory, or the reason why it is not used. Collective."""
         began, recovery = time.monotonic(), self.recovery
         if recovery is None:
             return None, ()
-        found = recovery.try_checkpointless_load(provider)
-        if found is None:
+        restored = recovery.try_checkpointless_load(provider)
+        if restored is None:
             return None, (Attempt(Tier.MEMORY, NO_STEP, "memory", str(recovery.last_failure)),)
-        loaded = self.loaded = Loaded(Tier.MEMORY, found["global_step"], "memory", None)
+        loaded = self.loaded = Loaded(Tier.MEMORY, restored["global_step"], "memory", None)
         self._report_load(comm, loaded, began)
         return loaded, ()
 
@@ -222,24 +219,24 @@ class CheckpointReader:
         step: int = NO_STEP,
         refused: tuple[Attempt, ...] = (),
     ) -> Loaded:
-        """What ``find`` loads from the disk tiers, noted and reported. Collective."""
+        """Load from the disk tiers by ``find``, note it, and report it. Collective."""
         began, options = time.monotonic(), self.options
         how = {key: arguments[key] for key in _LOCAL_ARGUMENTS if key in arguments}
-        known = {"sharded_strategy": options.load_strategy, "allow": options.allow}
-        known |= {"timeout_s": options.timeout_s, **arguments}
+        global_arguments = {"sharded_strategy": options.load_strategy, "allow": options.allow}
+        global_arguments |= {"timeout_s": options.timeout_s, **arguments}
         reads = {
-            Tier.LOCAL: lambda found: found.load_into(state, **how),
-            Tier.GLOBAL: partial(load, state, **known),
+            Tier.LOCAL: lambda shards: shards.load_into(state, **how),
+            Tier.GLOBAL: partial(load, state, **global_arguments),
         }
         try:
-            found = find(comm, [*self._tiers.values()], reads)
+            result = find(comm, [*self._tiers.values()], reads)
         except CheckpointError as error:
-            what = step, "", 0.0, time.monotonic() - began
+            facts = step, "", 0.0, time.monotonic() - began
             is_new = step == NO_STEP and isinstance(error, CheckpointNotFoundError)
             if comm.rank == 0 and not is_new:  # a training that begins has nothing to load
-                options.report(SaveMetrics(*what, kind="failure", reason=str(error)))
+                options.report(SaveMetrics(*facts, kind="failure", reason=str(error)))
             raise
-        loaded = replace(found, attempts=(*refused, *found.attempts))
+        loaded = replace(result, attempts=(*refused, *result.attempts))
         self.loaded = replace(loaded, state=None)
         self._note_load(loaded)
         self._report_load(comm, loaded, began)
@@ -248,5 +245,5 @@ class CheckpointReader:
     def _report_load(self, comm: Communicator, loaded: Loaded, began: float) -> None:
         if comm.rank == 0:
             why = "; ".join(map(str, loaded.attempts))
-            what = loaded.iteration, loaded.tier.value, 0.0, time.monotonic() - began
-            self.options.report(SaveMetrics(*what, kind="load", reason=why))
+            facts = loaded.iteration, loaded.tier.value, 0.0, time.monotonic() - began
+            self.options.report(SaveMetrics(*facts, kind="load", reason=why))

@@ -80,9 +80,9 @@ def _compared_with_local(
     values, common = run_collectively(comm, lambda: split_state(state, ignore))
     wanted = {f"{_NAME} {number}": _bare(value) for number, value in enumerate(values)}
     how = StrictHandling.RETURN_ALL
-    found, absent, _ = stored.to_state_dict(wanted, strict=how, return_mismatch_keys=True)
+    loaded, absent, _ = stored.to_state_dict(wanted, strict=how, return_mismatch_keys=True)
     named = dict(zip(wanted, values, strict=True))
-    pairs = [(named[name], found.pop(name)) for name in wanted if name in found]
+    pairs = [(named[name], loaded.pop(name)) for name in wanted if name in loaded]
     unknown = [value for name, value in named.items() if all(value is not v for v, _ in pairs)]
 
     def describe() -> Message:
@@ -93,7 +93,7 @@ def _compared_with_local(
         for value, expected in pairs:
             if not isinstance(value, ShardedTensor):
                 objects += object_differences(name_of(value), expected, value.data, allowed)
-        objects += object_differences(COMMON_NAME, kept_common(found, ignore), common, allowed)
+        objects += object_differences(COMMON_NAME, kept_common(loaded, ignore), common, allowed)
         nbytes = sum(e.numel() * e.element_size() for _, e in pairs if isinstance(e, torch.Tensor))
         return Found([*arrays, *lacking.arrays], objects, (), nbytes, nbytes).to_message()
 
@@ -118,6 +118,7 @@ def _unlike_tensor(value: Any, expected: Any) -> Iterator[ArrayDifference]:
     if not isinstance(value, ShardedTensor):
         return
     region = shard_spec(value).id.region
-    own, stored = (host.reshape(region.shape) for host in to_host([shard_data(value), expected]))
-    if not is_equal(stored, own):
-        yield element_difference(value.key, region, stored, own)
+    hosts = to_host([shard_data(value), expected])
+    current, stored = (host.reshape(region.shape) for host in hosts)
+    if not is_equal(stored, current):
+        yield element_difference(value.key, region, stored, current)

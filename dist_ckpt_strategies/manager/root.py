@@ -1,4 +1,4 @@
-"""What one rank does in the root directory: lock, course, metrics of steps, removal. Rank-local."""
+"""The root directory: its lock, course, metrics of steps, and removal. Rank-local."""
 
 import logging
 import threading
@@ -30,10 +30,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NAME = r"iter_\d{7,}"
-"""What the names of a manager's checkpoints match; it neither loads nor removes anything else."""
+"""Pattern of the names of a manager's checkpoints; others are neither loaded nor removed."""
 
 _MIN_UNFINISHED_S = 3600.0
-"""What an unfinished save has to be unchanged for before it is removed."""
+"""Time without a change after which an unfinished save is removed."""
 
 Resumed = tuple[int | None, str]
 """The step that the training has loaded, if any, and when; stamps of local saves begin like it."""
@@ -46,13 +46,16 @@ class Root:
         address: the directory or URL.
         timeout_s: longest wait for a peer; storage gets a share of it.
         lease_s: seconds without a renewal after which the next job may take the lock.
+
+    Attributes:
+        store: reads and writes its files.
     """
 
     def __init__(self, address: str | Path, timeout_s: float, lease_s: float | None = None) -> None:
         self._place = located(address, options_from_environment())
-        self._store = Directory(self._place) if isinstance(self._place, Path) else self._place
+        self.store = Directory(self._place) if isinstance(self._place, Path) else self._place
         self._timeout_s = timeout_s
-        self._lease = Lease(self._store, lease_s or timeout_s / 4)
+        self._lease = Lease(self.store, lease_s or timeout_s / 4)
         self._removal: threading.Thread | None = None
         self._one_removal = threading.Lock()
 
@@ -61,7 +64,7 @@ class Root:
         return str(self._place)
 
     def within(self, step: Callable[[], T]) -> T:
-        """What a step returns that asks the root's storage."""
+        """The result of a step that reads or writes the root's storage."""
         return run_within(Deadline.after(ALL * self._timeout_s), str(self), step)
 
     def directory(self, step: int) -> str:
@@ -71,10 +74,6 @@ class Root:
     def candidates(self, pattern: str | None = NAME) -> list[Candidate]:
         """The checkpoints, finished or not, the newest first."""
         return global_candidates(self._place, pattern)
-
-    def course(self) -> Course:
-        """Which checkpoints the training has left."""
-        return read_course(self._store)
 
     # The lock
 
@@ -100,20 +99,16 @@ class Root:
 
     # Of a save
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """The metrics that a step was saved with; empty if there are none."""
-        return read_metrics(self._store, step)
-
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a step, if it has any, or had in an earlier save."""
-        if metrics or self.metrics(step):
-            write_metrics(self._store, step, metrics)
+        if metrics or read_metrics(self.store, step):
+            write_metrics(self.store, step, metrics)
 
     def note_course(
         self, step: int, tier: Tier, resumed: Resumed | None, keep_best: KeepBest | None
     ) -> None:
         """Note what was written last, and the rule; after a load, also what was left."""
-        before = self.course()
+        before = read_course(self.store)
         left, newest, since = set(before.left), before.newest, before.resumed
         if resumed is not None:
             base = step if resumed[0] is None else resumed[0]
@@ -128,7 +123,7 @@ class Root:
             newest = step
         after = Course(newest, frozenset(left), resumed=since, keep_best=keep_best)
         if after != before:
-            write_course(self._store, after)
+            write_course(self.store, after)
 
     def begin_removal(self, policy: SavePolicy) -> None:
         """Remove what is not to be kept, in the background."""

@@ -7,17 +7,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator, run_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_on_first_rank
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
     PeerTimeoutError,
-    PlanError,
     StorageError,
 )
 from dist_ckpt_strategies.manager.candidates import Tier
-from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy, numbers_of
+from dist_ckpt_strategies.manager.policy import (
+    ManagerOptions,
+    SavePolicy,
+    numbers_of,
+    require_same,
+)
 from dist_ckpt_strategies.manager.root import Resumed, Root, now
 from dist_ckpt_strategies.manager.tiers import DiskTier, RunningSave, State
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -50,7 +54,7 @@ class Saves:
         self.global_s = time.monotonic()
 
     def still_due(self, comm: Communicator, step: int, due: Tier | None) -> Tier | None:
-        """What is due of what is not saved already; no local save beside another save."""
+        """The tier that is due, unless the step is saved, or a local save would join another."""
         if due is None or self.last in {(due, step), (Tier.GLOBAL, step)}:
             return None
         if self.running is None:
@@ -71,12 +75,18 @@ class Saves:
         if self.resumed is not None:
             self.resumed = step, self.resumed[1]
 
-    def give_up(self) -> None:
-        """Forget the save under way and what was saved last: ranks have been replaced."""
+    def give_up(self, comm: Communicator, begun: tuple[int, str] | None) -> None:
+        """Forget the save under way and what was saved last: ranks have been replaced.
+
+        ``begun`` is the step and tier of that save on any rank; rank 0 may be new.
+        """
         if self.running is not None:
             logger.warning("%s is given up", self.running)
             self.running.request.give_up()
         self.running = self.last = None
+        if begun is not None:
+            why = "given up: the process group has changed since it began"
+            self._report_failure(comm, SaveMetrics(*begun, 0.0, 0.0), why)
 
     def begin(
         self,
@@ -151,9 +161,7 @@ class Saves:
             prepared.append((state, numbers_of(metrics)))
             return step
 
-        steps = run_and_gather(comm, prepare)
-        if len(set(steps)) > 1:
-            raise PlanError(f"step: expected the same on all ranks, found {steps} on ranks 0, 1, …")
+        require_same(run_and_gather(comm, prepare))
         return prepared[0]
 
     def _end(self, save: RunningSave) -> None:
@@ -162,6 +170,11 @@ class Saves:
         tier = Tier(begun.tier)
         mine = [work.nbytes, begun.blocking_s, work.seconds, begun.waited_s]
 
+        def prepare() -> None:
+            self._root.require_lock()
+            if tier is Tier.GLOBAL:  # so that any visible checkpoint has its metrics
+                self._root.within(partial(self._root.write_metrics, begun.step, save.metrics))
+
         def note() -> list[float]:
             if comm.rank == 0:
                 noted = begun.step, tier, self.resumed, self._policy.keep_best
@@ -169,7 +182,8 @@ class Saves:
             return mine
 
         try:
-            self._tiers[tier].finalise(save)
+            run_on_first_rank(comm, prepare)
+            save.commit()
             sizes, *seconds = zip(*run_and_gather(comm, note), strict=True)
         except BaseException as error:
             self.running = self.last = None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from dist_ckpt_strategies.comm.base import (
     Communicator,
@@ -57,27 +57,14 @@ class RunningSave:
         return f"the {self.event.tier} save of step {self.event.step}"
 
 
-class DiskTier(Protocol):
-    """Checkpoints on disks of one kind. All ranks call each method together."""
-
-    def begin(self, step: int, state: StateDict, **arguments: Any) -> LocalSaveRequest:
-        """Begin to save a state in the background; the request ends the save."""
-
-    def finalise(self, save: RunningSave) -> None:
-        """Make a save visible, if the job still has the lock of the root."""
-
-    def newest(self, comm: Communicator, /) -> list[Candidate]:
-        """What may be loaded, the newest first."""
-
-    def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
-        """Load just this candidate; a CheckpointError says why that is not possible."""
-
-
 class LocalTier:
-    """Checkpoints on the nodes' own disks, by the manager of these."""
+    """Checkpoints on the nodes' own disks, by the manager of these.
 
-    def __init__(self, manager: LocalCheckpointManager, root: Root | None = None) -> None:
-        self._manager, self._root = manager, root
+    All ranks call each method together; so it is with GlobalTier, which has the same ones.
+    """
+
+    def __init__(self, manager: LocalCheckpointManager) -> None:
+        self._manager = manager
         self._distribution: ShardDistribution | None = None
 
     def __str__(self) -> str:
@@ -85,25 +72,22 @@ class LocalTier:
         return str(self._manager.root_local_ckpt_dir)
 
     def begin(self, step: int, state: StateDict, **_: Any) -> LocalSaveRequest:
-        """See DiskTier."""
+        """Begin to save a state in the background; the request ends the save."""
         shards, self._distribution = MCoreTensorAwareStateDict.from_state_dict(
             state, cached_metadata=self._distribution
         )
         return cast("LocalSaveRequest", self._manager.save(shards, step, is_async=True))
 
-    def finalise(self, save: RunningSave) -> None:
-        """See DiskTier."""
-        if self._root is not None:
-            run_on_first_rank(save.comm, self._root.require_lock)
-        save.commit()
-
     def newest(self, _: Communicator, /) -> list[Candidate]:
-        """See DiskTier. If none is complete, ``load`` of the one candidate tells why."""
+        """The candidates for a load, the newest first.
+
+        If none is complete, ``load`` of the one candidate tells why.
+        """
         steps = self._manager.complete_iterations() or [NO_STEP]
         return [Candidate(Tier.LOCAL, step, str(self)) for step in steps]
 
     def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
-        """See DiskTier."""
+        """Load just this candidate; a CheckpointError says why that is not possible."""
         step, manager = candidate.iteration, self._manager
         if step == NO_STEP:
             state, (iteration, *_) = manager.load()
@@ -131,28 +115,17 @@ class GlobalTier:
         return str(self._root)
 
     def begin(self, step: int, state: StateDict, **arguments: Any) -> LocalSaveRequest:
-        """See DiskTier. Further arguments are those of ``save_async``."""
-        known = self._arguments | arguments
-        return save_async(state, self._root.directory(step), overwrite=True, **known)
-
-    def finalise(self, save: RunningSave) -> None:
-        """See DiskTier. The metrics are there first: whatever is visible has them."""
-
-        def prepare() -> None:
-            self._root.require_lock()
-            step, metrics = save.event.step, save.metrics
-            self._root.within(partial(self._root.write_metrics, step, metrics))
-
-        run_on_first_rank(save.comm, prepare)
-        save.commit()
+        """See LocalTier. Further arguments are those of ``save_async``."""
+        all_arguments = self._arguments | arguments
+        return save_async(state, self._root.directory(step), overwrite=True, **all_arguments)
 
     def newest(self, comm: Communicator) -> list[Candidate]:
-        """See DiskTier. Of the present course and others, as the first rank sees them."""
-        found = run_and_gather(comm, lambda: [] if comm.rank else self._rows())[0]
-        return [Candidate(Tier.GLOBAL, *row) for row in found]
+        """See LocalTier. Of the present course and others, as the first rank sees them."""
+        rows = run_and_gather(comm, lambda: [] if comm.rank else self._rows())[0]
+        return [Candidate(Tier.GLOBAL, *row) for row in rows]
 
     def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
-        """See DiskTier. Without ``read``, only names and sizes of its files are compared."""
+        """See LocalTier. Without ``read``, only names and sizes of its files are compared."""
         path, root = candidate.name, self._root
 
         def look() -> Location:
@@ -165,13 +138,17 @@ class GlobalTier:
         if read is None:
             run_on_first_rank(comm, lambda: root.within(partial(_require_whole, place)))
             return Loaded(Tier.GLOBAL, candidate.iteration, path, None)
-        known = place if isinstance(place, Path) else path
-        state = run_collectively(comm, partial(_read, read, known))
+        address = place if isinstance(place, Path) else path
+        state = run_collectively(comm, partial(_read, read, address))
         return Loaded(Tier.GLOBAL, candidate.iteration, path, state)
 
     def _rows(self) -> list[list[Any]]:
-        found = self._root.within(partial(self._root.candidates, self._pattern))
-        return [[one.iteration, one.name, one.is_finished, one.is_ours] for one in found]
+        candidates = self._root.within(partial(self._root.candidates, self._pattern))
+        return [[c.iteration, c.name, c.is_finished, c.is_ours] for c in candidates]
+
+
+DiskTier = LocalTier | GlobalTier
+"""Checkpoints on disks of one kind."""
 
 
 def _read(read: Read, place: str | Path) -> Any:
@@ -190,10 +167,10 @@ def _require_whole(place: Location) -> None:
     if holds_packs(place):
         PackCheckpoint(place, options_from_environment()).require_files()
         return
-    found = scan(place)
-    if found.is_foreign:
+    scanned = scan(place)
+    if scanned.is_foreign:
         return  # another backend's: that it has a marker is all there is to tell
-    issues = [issue for issue in found.issues if issue.problem is not Problem.UNEXPECTED_FILE]
+    issues = [issue for issue in scanned.issues if issue.problem is not Problem.UNEXPECTED_FILE]
     if issues:
         more = f", and {len(issues) - 1} issues more" if issues[1:] else ""
         raise IncompleteCheckpointError(f"{place}: {issues[0]}{more}", path=str(place))

@@ -108,11 +108,11 @@ def shard_data(tensor: Any) -> torch.Tensor:
     if tensor.data is None:
         raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
     data: torch.Tensor = tensor.data.detach()
-    found = (tuple(data.shape), data.dtype)
+    actual = (tuple(data.shape), data.dtype)
     expected = (tuple(tensor.local_shape), tensor.dtype)
-    if found != expected:
+    if actual != expected:
         raise PlanError(
-            f"{tensor.key}: the data is {found[0]} of {found[1]}, but the ShardedTensor says "
+            f"{tensor.key}: the data is {actual[0]} of {actual[1]}, but the ShardedTensor says "
             f"{expected[0]} of {expected[1]}; create it from the data",
             key=tensor.key,
         )
@@ -337,10 +337,10 @@ def apply_strictness(
 
 def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
     """The sharded objects, and the rest."""
-    found: tuple[StateDict, StateDict] = extract_matching_values(
+    split: tuple[StateDict, StateDict] = extract_matching_values(
         sharded, lambda value: isinstance(value, ShardedObject)
     )
-    return found
+    return split
 
 
 def merged(base: StateDict, *others: StateDict, factories: StateDict | None = None) -> StateDict:

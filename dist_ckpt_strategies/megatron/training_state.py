@@ -31,10 +31,10 @@ def model_place() -> str:
 
 def shard_number() -> int:
     """Which shard of the optimizer this rank holds; each instance has one of every number."""
-    found: int = parallel_state.get_data_parallel_rank(
+    rank: int = parallel_state.get_data_parallel_rank(
         with_context_parallel=True, partial_data_parallel=True
     )
-    return found
+    return rank
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
@@ -42,12 +42,12 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
     Raises a StrategyError if one is none, or keeps state in a way that cannot be moved from here.
     """
-    found = [
+    parts = [
         part
         for part in getattr(optimizer, "chained_optimizers", [optimizer])
         if not part.is_stub_optimizer
     ]
-    for part in found:
+    for part in parts:
         if not isinstance(part, DistributedOptimizer):
             raise StrategyError(
                 f"{type(part).__name__}: expected Megatron-Core's DistributedOptimizer; set "
@@ -62,7 +62,7 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
                 "a dynamic loss scale changes before the step commit; use bfloat16, or a fixed "
                 "loss_scale"
             )
-    return found
+    return parts
 
 
 def make_moments(optimizers: Sequence[Any]) -> None:
@@ -76,14 +76,14 @@ def make_moments(optimizers: Sequence[Any]) -> None:
 
 def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
     """This rank's main parameters and moments."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for number, part in enumerate(optimizers):
         for index, param in enumerate(_main_params(part)):
-            found[f"{number}/{index}/main"] = param
+            tensors[f"{number}/{index}/main"] = param
             for name, value in part.optimizer.state[param].items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{number}/{index}/{name}"] = value
-    return found
+                    tensors[f"{number}/{index}/{name}"] = value
+    return tensors
 
 
 def weight_tensors(chunks: Sequence[Any]) -> tuple[Tensors, Tensors]:

@@ -143,8 +143,8 @@ def is_torch_dist(strategy: Any) -> bool:
 
 def is_discarded(strategy: Any) -> bool:
     """Whether Megatron-Core's ``save`` takes torch_dist in place of a strategy: from 0.17 on."""
-    known = {_TORCH_DIST_MODULE, _FULLY_PARALLEL_MODULE}
-    return not has_registry() and known.isdisjoint(c.__module__ for c in type(strategy).__mro__)
+    modules = {_TORCH_DIST_MODULE, _FULLY_PARALLEL_MODULE}
+    return not has_registry() and modules.isdisjoint(c.__module__ for c in type(strategy).__mro__)
 
 
 def require_reads(strategy: Any, backend: str, version: int) -> None:

@@ -19,11 +19,7 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    run_and_gather,
-    who_is_where,
-)
+from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, who_is_where
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import PlanError, StorageTimeoutError
 from dist_ckpt_strategies.megatron.types import raises_megatron_errors

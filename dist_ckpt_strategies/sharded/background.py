@@ -25,7 +25,7 @@ from dist_ckpt_strategies.sharded.async_request import (
 from dist_ckpt_strategies.sharded.ledger import proved
 from dist_ckpt_strategies.sharded.save import (
     Contents,
-    Known,
+    PlanCache,
     Started,
     finish_save,
     require_space,
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 class Kept:
     """State that a strategy keeps from save to save.
 
-    ``known`` is what ranks know of each other, ``running`` the last save in the background. For
+    ``cache`` is what ranks know of each other, ``running`` the last save in the background. For
     these it keeps memory for the copy, and a process that writes it.
     """
 
     def __init__(self) -> None:
-        self.known: Known | None = None
+        self.cache: PlanCache | None = None
         self.running: BackgroundWork[Any] | None = None
         self._shared: SharedBytes | None = None
         self._memory: torch.Tensor | None = None
@@ -129,15 +129,15 @@ def begin_in_background(
     When it returns the tensors may be overwritten. When the request is finalised, ``finish_save``
     is called with ``marker`` and ``overwrite``.
     """
-    comm, options, known = started.comm, started.options, started.known
-    ledgers, works = [known.ledger], list[BackgroundWork[Any]]()
+    comm, options, cache = started.comm, started.options, started.cache
+    ledgers, works = [cache.ledger], list[BackgroundWork[Any]]()
 
     def prepare() -> None:
-        if known.ledger is not None:
-            ledgers[0] = proved(known.ledger, comm.global_ranks)
+        if cache.ledger is not None:
+            ledgers[0] = proved(cache.ledger, comm.global_ranks)
         require_space(started)
-        kept.copy(started.contents, known.layout)
-        copied = partial(write_copy, known.layout.packs, started.format.writer(started))
+        kept.copy(started.contents, cache.layout)
+        copied = partial(write_copy, cache.layout.packs, started.format.writer(started))
         write = kept.writer(copied, started.store, options)
 
         def work() -> Any:
@@ -159,7 +159,7 @@ def begin_in_background(
     begun = replace(
         started,
         contents=replace(started.contents, tensors=(), objects=()),
-        known=replace(known, ledger=ledgers[0]),
+        cache=replace(cache, ledger=ledgers[0]),
     )
 
     def written() -> Any:
@@ -167,9 +167,9 @@ def begin_in_background(
         return share.result()
 
     def finish() -> None:
-        last = None if kept.known is None else kept.known.last  # of a save that ended meanwhile
-        current = replace(begun, known=replace(begun.known, last=last))
-        kept.known = finish_save(current, written, marker=marker, overwrite=overwrite)
+        last = None if kept.cache is None else kept.cache.last  # of a save that ended meanwhile
+        current = replace(begun, cache=replace(begun.cache, last=last))
+        kept.cache = finish_save(current, written, marker=marker, overwrite=overwrite)
 
     name = (started.save_id, f"the end of the save to {started.store}")
     return LocalSaveRequest(comm, name, share, finish, options.timeout_s)

@@ -63,7 +63,7 @@ def warn_of_differences(comm: Communicator, common: Any, digests: Sequence[str])
     shown = dict(islice(firsts.items(), _MAX_SHOWN))
     is_asked = comm.rank in shown.values()
     answers = run_and_gather(comm, lambda: _described(common) if is_asked else None)
-    found = []
+    differing = []
     for path in dict.fromkeys(chain(*(answers[rank] for rank in shown.values()))):
         ranks: dict[str, list[str]] = defaultdict(list)
         for global_rank, digest in zip(comm.global_ranks, digests, strict=True):
@@ -71,15 +71,15 @@ def warn_of_differences(comm: Communicator, common: Any, digests: Sequence[str])
                 ranks[answers[shown[digest]].get(path, "nothing")].append(str(global_rank))
         if len(ranks) > 1:
             told = ", ".join(f"{text} on rank {some_of(who)}" for text, who in ranks.items())
-            found.append(f"{path[-_MAX_TEXT:]}: {told}")
-    if found and comm.rank == 0:
+            differing.append(f"{path[-_MAX_TEXT:]}: {told}")
+    if differing and comm.rank == 0:
         text = "common state dict differs between ranks in %d places, rank 0 saves its own: %s"
-        logger.warning(text, len(found), "; ".join(found[:_MAX_SHOWN]))
+        logger.warning(text, len(differing), "; ".join(differing[:_MAX_SHOWN]))
 
 
 def _described(common: Any) -> dict[str, str]:
     """Each value in a state by its path, as a text; the elements of small tensors one by one."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for path, value in leaves(common):
         text, elements = type(value).__name__, []
         with suppress(Exception):  # whatever the value's own code raises
@@ -90,8 +90,8 @@ def _described(common: Any) -> dict[str, str]:
         if len(elements) > _MAX_ELEMENTS or len(text) > _MAX_TEXT:
             digest = xxh3_64_hexdigest(f"{text} {elements}".encode(errors="replace"))
             text, elements = f"{text[:_MAX_TEXT]}... with digest {digest}", []
-        found |= {path: text} | {f"{path}[{n}]": repr(one) for n, one in enumerate(elements)}
-    return found
+        texts |= {path: text} | {f"{path}[{n}]": repr(one) for n, one in enumerate(elements)}
+    return texts
 
 
 def check_load(
@@ -121,8 +121,8 @@ def check_load(
         if validate:
             _require_valid(comm, answers)
         local = everyone[comm.rank] if needs_all else None
-        known = stored[0] if stored else None
-        return apply_strictness(state, strict, local, everyone or None, known)
+        keys = stored[0] if stored else None
+        return apply_strictness(state, strict, local, everyone or None, keys)
 
     return run_collectively(comm, check)
 

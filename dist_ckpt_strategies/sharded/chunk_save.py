@@ -35,7 +35,7 @@ _NUM_THREADS = 16
 
 
 def _writer(started: Started) -> Write:
-    contents, options, packs = started.contents, started.options, started.known.layout.packs
+    contents, options, packs = started.contents, started.options, started.cache.layout.packs
     names = [(s.key, chunk_name(s.key, *s.region)) for s in contents.shards]
     names += [(name.key, object_name(name)) for name, _ in contents.objects]
     names.append(("common state", COMMON_NAME))

@@ -129,11 +129,11 @@ class LoadPlan:
 
     def message(self, validated: Validated | None = None) -> Message:
         """Description for the other ranks; with ``validated`` the sharding is checked."""
-        own, group = "", None
+        digest, group = "", None
         if validated is not None:
-            own = digest_of(self.messages)
-            group = validated.get(own)
-        return ["own", self.checkpoint.identity, own, group]
+            digest = digest_of(self.messages)
+            group = validated.get(digest)
+        return ["own", self.checkpoint.identity, digest, group]
 
 
 def plan_load(
@@ -269,30 +269,30 @@ def conversions(
     """
     dtypes = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
     wanted = [(key, str(dtype).removeprefix("torch.")) for key, dtype in dtypes]
-    found = sorted([key, stored[key], to] for key, to in wanted if stored.get(key, to) != to)
-    if found and is_strict:
-        key, is_stored, is_wanted = found[0]
-        others = f"; {len(found) - 1} more arrays differ" if len(found) > 1 else ""
+    converted = sorted([key, stored[key], to] for key, to in wanted if stored.get(key, to) != to)
+    if converted and is_strict:
+        key, is_stored, is_wanted = converted[0]
+        others = f"; {len(converted) - 1} more arrays differ" if len(converted) > 1 else ""
         raise PlanError(
             f"{key}: dtype {is_stored} in the checkpoint, {is_wanted} requested{others}; load it "
             "as it is stored, or without strict_dtype, which converts it",
             key=key,
         )
-    return found
+    return converted
 
 
 def warn_of_conversions(
     comm: Communicator, checkpoint_dir: object, converted: Iterable[Conversions]
 ) -> None:
     """Log one warning, on the first rank, if any rank of a load has converted an array."""
-    found = sorted({tuple(each) for of_rank in converted for each in of_rank})
-    if not found or comm.rank != 0:
+    distinct = sorted({tuple(each) for of_rank in converted for each in of_rank})
+    if not distinct or comm.rank != 0:
         return
-    examples = found[:_NUM_EXAMPLES]
+    examples = distinct[:_NUM_EXAMPLES]
     named = ", ".join(f"{key} ({stored} to {wanted})" for key, stored, wanted in examples)
     text = (
         f"load from {checkpoint_dir}: arrays converted to the dtype requested: "
-        f"{len({key for key, _, _ in found})}, such as {named}; strict_dtype=True makes this an "
+        f"{len({key for key, _, _ in distinct})}, such as {named}; strict_dtype=True makes this an "
         "error"
     )
     logger.warning("%s", text)

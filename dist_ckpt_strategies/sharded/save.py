@@ -17,21 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    Message,
-    run_and_gather,
-    run_on_first_rank,
-)
+from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_on_first_rank
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec, groups
-from dist_ckpt_strategies.device import (
-    HostSnapshot,
-    is_in_order,
-    on_own_gpu,
-    settle,
-    to_host,
-)
+from dist_ckpt_strategies.device import HostSnapshot, is_in_order, on_own_gpu, settle, to_host
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -106,7 +95,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PlanCache:
     """State kept from one save for the next, which most often saves the same shards.
 
     Attributes:
@@ -157,7 +146,7 @@ class Started:
         options: how it is carried out.
         save_id: equal on all ranks, and of no other save.
         contents: what this rank writes.
-        known: for this save and the next.
+        cache: for this save and the next.
         nbytes: of all packs of all ranks.
         num_packs: of all ranks.
         notes: what ``prepare`` has added on each rank.
@@ -172,7 +161,7 @@ class Started:
     options: Options
     save_id: str
     contents: Contents
-    known: Known
+    cache: PlanCache
     nbytes: int
     num_packs: int
     notes: tuple[Message, ...]
@@ -185,7 +174,7 @@ def start_save(
     comm: Communicator,
     save_format: SaveFormat,
     prepare: Callable[[], tuple[Place, Contents, Message]],
-    known: Known | None,
+    cache: PlanCache | None,
     options: Options,
 ) -> Started:
     """Begin a save: lay out what this rank writes, and tell the first rank of it. Collective.
@@ -194,7 +183,7 @@ def start_save(
         comm: the ranks.
         save_format: how it is stored.
         prepare: gives where to, what this rank saves, and a note for every rank; may raise.
-        known: what ``finish_save`` has returned last.
+        cache: what ``finish_save`` has returned last.
         options: how it is carried out.
 
     Raises:
@@ -202,13 +191,13 @@ def start_save(
         CoverageError, PlanError: this rank's shards cannot be stored, or ranks save in
             different formats.
     """
-    prepared: list[tuple[Place, Contents, Known]] = []
+    prepared: list[tuple[Place, Contents, PlanCache]] = []
     base: NamedBase | None = None
 
     def describe() -> Message:
         nonlocal base
         store, contents, note = prepare()
-        mine = _laid_out(comm, contents, known, limits_of(store, options))
+        mine = _laid_out(comm, contents, cache, limits_of(store, options))
         prepared.append((store, contents, mine))
         save_id, session = "", mine.ledger and mine.ledger.session
         if comm.rank == 0:
@@ -247,7 +236,7 @@ def write_share(started: Started) -> Sequence[Written]:
     """
     contents, options = started.contents, started.options
     require_space(started)
-    return write_contents(started.format.writer(started), started.known.layout, contents, options)
+    return write_contents(started.format.writer(started), started.cache.layout, contents, options)
 
 
 def require_space(started: Started) -> None:
@@ -292,7 +281,7 @@ def finish_save(
     *,
     marker: bytes | None,
     overwrite: bool = False,
-) -> Known:
+) -> PlanCache:
     """Make the save the content of its place, once every rank has written its share. Collective.
 
     If it fails on any rank, every rank raises, what this save has written is removed, and the place
@@ -305,7 +294,7 @@ def finish_save(
         overwrite: whether it may replace what belongs to no finished checkpoint.
 
     Returns:
-        ``known`` of the next save.
+        ``cache`` of the next save.
 
     Raises:
         CoverageError, PlanError: the shards do not make up the arrays; or the save repeats the last
@@ -313,13 +302,13 @@ def finish_save(
         StorageError: a share could not be written, or the save not be committed.
         PeerError: the same, on another rank.
     """
-    comm, store, known = started.comm, started.store, started.known
+    comm, store, cache = started.comm, started.store, started.cache
     packs, ends = list[Written](), list[LastSave]()
     ledgers: list[Ledger] = []
 
     def summarize() -> Message:
-        if known.ledger is not None:
-            ledgers.append(proved(known.ledger, comm.global_ranks))
+        if cache.ledger is not None:
+            ledgers.append(proved(cache.ledger, comm.global_ranks))
         packs.extend(written())
         return _summary(started, packs, ends)
 
@@ -348,14 +337,14 @@ def finish_save(
     figures = started.num_packs, started.nbytes, time.monotonic() - started.began
     logger.log(comm.report_level, _REPORT, started.rank, store, *figures)
     kept = [replace(end, has_trained=has_trained) for end in ends]
-    return replace(known, ledger=next(iter(ledgers), None), last=next(iter(kept), None))
+    return replace(cache, ledger=next(iter(ledgers), None), last=next(iter(kept), None))
 
 
 def _summary(started: Started, packs: Sequence[Written], ends: list[LastSave]) -> Message:
     """Summary of this rank's packs for the others; their digests are appended to ``ends``."""
     if not packs:
         return None
-    layout, last = started.known.layout, started.known.last
+    layout, last = started.cache.layout, started.cache.last
     ends.append(described_save(started.store, layout, [digests for _, digests in packs]))
     summary = PackSummary(tuple(record for record, _ in packs), layout.objects, layout.common)
     return [summary.to_message(), compared(last, ends[0], started.options.on_unchanged)]
@@ -380,7 +369,7 @@ def limits_of(store: Place, options: Options) -> PackLimits:
 def _pack_writer(started: Started) -> Write:
     return pack_writer(
         started.store,
-        started.known.layout.packs,
+        started.cache.layout.packs,
         started.options,
         rank=started.rank,
         save_id=started.save_id,
@@ -430,21 +419,21 @@ PACKS = SaveFormat("('safetensors', 1)", _pack_writer, _commit_packs, _discard_p
 
 
 def _laid_out(
-    comm: Communicator, contents: Contents, known: Known | None, limits: PackLimits
-) -> Known:
+    comm: Communicator, contents: Contents, cache: PlanCache | None, limits: PackLimits
+) -> PlanCache:
     """The layout of what a rank saves: that of the save before where it fits."""
     sizes = tuple((name, len(content)) for name, content in contents.objects)
     common = None if contents.common is None else len(contents.common)
     key = replace(contents, tensors=(), objects=(), common=None), sizes, common, limits
-    if known is not None and known.ranks != comm.global_ranks:
-        known = None
-    if known is not None and known.key == key:
-        return known
+    if cache is not None and cache.ranks != comm.global_ranks:
+        cache = None
+    if cache is not None and cache.key == key:
+        return cache
     rank = comm.global_ranks[comm.rank]
     layout = lay_out(
         contents.shards, sizes, common, rank=rank, limits=limits, features=contents.features
     )
     description = described(layout, contents.copies, contents.object_copies)
-    session = known.session if known is not None and known.description == description else ""
-    ledger, last = (None, None) if known is None else (known.ledger, known.last)
-    return Known(comm.global_ranks, key, layout, description, session, ledger, last)
+    session = cache.session if cache is not None and cache.description == description else ""
+    ledger, last = (None, None) if cache is None else (cache.ledger, cache.last)
+    return PlanCache(comm.global_ranks, key, layout, description, session, ledger, last)

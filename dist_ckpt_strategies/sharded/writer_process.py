@@ -111,13 +111,13 @@ class WriterProcess:
             try:
                 self._connection.send_bytes(content)
                 send_handle(self._connection, memory.handle, self.pid)
-                found = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own process
+                answer = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own process
             except (OSError, EOFError) as error:
                 self._connection.close()  # whatever becomes of the process, it is not asked again
                 raise StorageError(f"the writing process {self._ended()}") from error
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _ended(self) -> str:
         """How it has ended; it is made to, if it has not."""

@@ -94,8 +94,8 @@ class Bucket:
         """
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
-            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
-            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
+            schemes = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
+            raise StrategyError(f"{text}: expected {schemes}, file:///path or a path")
         bucket, _, path = rest.partition("/")
         if not _BUCKET.fullmatch(bucket):
             raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
@@ -135,11 +135,11 @@ class Bucket:
         path, end = self.path(name), None if nbytes < 0 else byte_offset + nbytes
         part = slice(byte_offset, end) if byte_offset or end else None  # None: an empty one too
         request = self._store.read(name, byte_range=part)
-        found = self._result(request, Operation.READ, path)
-        if found.state == "missing":
+        answer = self._result(request, Operation.READ, path)
+        if answer.state == "missing":
             self.require_bucket()
             raise IncompleteCheckpointError(f"{path} does not exist", path=path)
-        content: bytes = found.value
+        content: bytes = answer.value
         return content
 
     def write_pieces(self, name: str, pieces: Iterable[Sequence[Bytes]]) -> None:
@@ -213,14 +213,14 @@ class Bucket:
         end = f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""
         keys = _kv_store().KeyRange(start, end)
         place = self.path("" if start == _NOTHING else start).rstrip("/")
-        found = self._result(self._store.list(range=keys), Operation.LIST, place)
-        return [key.decode() for key in found]
+        listed = self._result(self._store.list(range=keys), Operation.LIST, place)
+        return [key.decode() for key in listed]
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there are passed over."""
         left = iter(names)
-        while some := list(islice(left, _DELETES_AT_A_TIME)):
-            pending = [(name, self._store.write(name, None)) for name in some]
+        while batch := list(islice(left, _DELETES_AT_A_TIME)):
+            pending = [(name, self._store.write(name, None)) for name in batch]
             for name, future in pending:
                 self._result(future, Operation.DELETE, self.path(name))
 
@@ -246,7 +246,7 @@ class Bucket:
             return future.result(timeout=limit_s)
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
-            why = f" ({found})" if (found := self._why_not()) else ""
+            why = f" ({reason})" if (reason := self._why_not()) else ""
             raise StorageTimeoutError(
                 f"{path}: the object store did not answer within {limit_s:g} s, retries included"
                 f"{why}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S "

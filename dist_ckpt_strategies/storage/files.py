@@ -347,18 +347,18 @@ class Directory:
         """Raise StorageError if the file system says that it has no room for new files."""
         with file_errors(None, self.root):
             make_directories(self.root)
-            found = os.statvfs(self.root)
-        blocks = found.f_bavail if os.geteuid() else found.f_bfree
-        free = blocks * found.f_frsize
-        if found.f_blocks and free < nbytes:
+            space = os.statvfs(self.root)
+        blocks = space.f_bavail if os.geteuid() else space.f_bfree
+        free = blocks * space.f_frsize
+        if space.f_blocks and free < nbytes:
             raise StorageError(
                 f"{self.root}: no space left for a save of {nbytes} bytes, {free} are free; "
                 "nothing was written; free some, or save elsewhere",
                 path=str(self.root),
             )
-        if found.f_files and found.f_favail < num_files:
+        if space.f_files and space.f_favail < num_files:
             raise StorageError(
-                f"{self.root}: no inodes left for {num_files} files, {found.f_favail} are free; "
+                f"{self.root}: no inodes left for {num_files} files, {space.f_favail} are free; "
                 "nothing was written; remove files, or save elsewhere",
                 path=str(self.root),
             )
@@ -376,8 +376,8 @@ class Directory:
         """Whether there is a file of that size, or of any."""
         path = self.path(name)
         with file_errors(None, path), suppress(FileNotFoundError, NotADirectoryError):
-            found = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
-            return nbytes in {None, found}
+            size = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
+            return nbytes in {None, size}
         return False
 
     @contextmanager

@@ -84,10 +84,10 @@ def files_below(store: Place, folder: str) -> list[str]:
     if not isinstance(store, Directory):
         return list(store.names(f"{folder}/"))
     names: list[str] = []
-    for found in folders_below(store.root, [folder]):
-        if found.failure:
-            raise StorageError(f"{found.key}: {found.failure}", path=found.key)
-        names += map(found.path_of, found.files)
+    for listing in folders_below(store.root, [folder]):
+        if listing.failure:
+            raise StorageError(f"{listing.key}: {listing.failure}", path=listing.key)
+        names += map(listing.path_of, listing.files)
     return names
 
 

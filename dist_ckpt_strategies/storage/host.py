@@ -132,8 +132,8 @@ def available_nbytes() -> int:
 
 def _number(path: Path, name: str) -> int:
     """The number after a name in a file of ``/proc`` or ``/sys``; 0 where it has none."""
-    found = re.search(rf"^{name} +(\d+)", path.read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(rf"^{name} +(\d+)", path.read_text(encoding="ascii"), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def begin_writeback(handle: int, byte_offset: int, nbytes: int) -> None:

@@ -70,10 +70,10 @@ def _no_space(path: Path) -> str:
     """Which of space and inodes a file system lacks, and how much of both is free."""
     free, what = "", "space left; free some"
     with suppress(OSError):
-        found = os.statvfs(next(one for one in (path, *path.parents) if one.exists()))
-        if found.f_files and not found.f_favail:
-            what = f"inodes left, of {found.f_files}; remove files"
-        free = f" ({found.f_bavail * found.f_frsize} bytes and {found.f_favail} inodes are free)"
+        space = os.statvfs(next(one for one in (path, *path.parents) if one.exists()))
+        if space.f_files and not space.f_favail:
+            what = f"inodes left, of {space.f_files}; remove files"
+        free = f" ({space.f_bavail * space.f_frsize} bytes and {space.f_favail} inodes are free)"
     return f"no {what}, or save elsewhere{free}"
 
 

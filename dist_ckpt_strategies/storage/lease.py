@@ -78,13 +78,13 @@ class Lease:
         began = since = time.monotonic()
         seen: tuple[int, dict[str, object]] = (0, {})
         while True:
-            found = number, holder = self._current()
+            state = number, holder = self._current()
             raise_if_cancelled()
             now = time.monotonic()
-            if found != seen:
+            if state != seen:
                 if number and number == seen[0]:
                     raise self._locked(holder, "is alive")
-                seen, since = found, now
+                seen, since = state, now
             lease_s = float(str(holder.get("lease_s", self._lease_s)))
             has_run_out = now - since > lease_s or has_ended(str(holder.get("process")))
             is_of_job = _is_own(holder) or holder.get("job") in jobs

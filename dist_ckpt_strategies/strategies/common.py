@@ -47,11 +47,11 @@ from dist_ckpt_strategies.tools.opened import open_at
 TORCH = "torch", 1
 
 COMMON_STATE = "common state"
-"""What messages call it."""
+"""The name of it in messages."""
 
 
 def common_read_last(root: Location) -> OpenedSave | None:
-    """What Megatron-Core's ``load``, under way, has read the common state of; None: not known.
+    """The save whose common state Megatron-Core's ``load`` under way has read; None: not known.
 
     It calls a common strategy and then a sharded one, and has no argument for what both read. So
     the registered common strategy, where it is one of this package, keeps what it has opened.

@@ -17,13 +17,7 @@ from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, Region, groups
-from dist_ckpt_strategies.device import (
-    HostSnapshot,
-    is_in_order,
-    on_own_gpu,
-    settle,
-    to_host,
-)
+from dist_ckpt_strategies.device import HostSnapshot, is_in_order, on_own_gpu, settle, to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError, raises_megatron_errors
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
@@ -173,11 +167,11 @@ class _Comparison:
         return [*self._keys(), *(name.unique_key for name in ids)]
 
     def _found(self, deadline: Deadline) -> Found:
-        """How this rank's state differs. Rank-local."""
+        """The differences of this rank's state. Rank-local."""
         opened, names = self._opened, set(self._stored_names())
         values = [value for value in self._values if name_of(value) in names]
         unknown = unknown_of(value for value in self._values if name_of(value) not in names)
-        found = self._compared([v for v in values if isinstance(v, ShardedTensor)], deadline)
+        differences = self._compared([v for v in values if isinstance(v, ShardedTensor)], deadline)
         objects = list(unknown.objects)
         for value in values:
             if not isinstance(value, ShardedTensor):
@@ -186,17 +180,17 @@ class _Comparison:
                 objects += self._unlike_object(name.unique_key, stored, value.data)
         stored = opened.common_content()
         objects += self._unlike_object(COMMON_NAME, stored, self._common)
-        return found._replace(arrays=[*found.arrays, *unknown.arrays], objects=objects)
+        return differences._replace(arrays=[*differences.arrays, *unknown.arrays], objects=objects)
 
-    def _unlike_object(self, key: str, stored: bytes, own: Any) -> list[ObjectDifference]:
+    def _unlike_object(self, key: str, stored: bytes, value_now: Any) -> list[ObjectDifference]:
         opened = self._opened
         value = load_content(stored, f"{opened.root}/{key}", key, opened.allowed)
         if key == COMMON_NAME:
             value = kept_common(value, self._ignore)
-        return object_differences(key, value, own, opened.allowed)
+        return object_differences(key, value, value_now, opened.allowed)
 
     def _compared(self, tensors: Sequence[Any], deadline: Deadline) -> Found:
-        """How ShardedTensors differ from the arrays of their keys, which are stored."""
+        """The differences between ShardedTensors and the stored arrays of their keys."""
         opened = self._opened
         keys = {tensor.key for tensor in tensors}
         arrays = {array.key: array for array in opened.find(keys)}
@@ -217,22 +211,22 @@ class _Comparison:
                 converted.add((spec.key, array.dtype.value, spec.dtype.value))
             if item.source is None or not item.source.numel:
                 continue
-            known = digests.get((spec.key, item.source)) if array.dtype is spec.dtype else None
+            stored = digests.get((spec.key, item.source)) if array.dtype is spec.dtype else None
             part = data if item.target is None else data[item.target.slices()]
-            parts.append(_Part(array, item.source, part, known))
+            parts.append(_Part(array, item.source, part, stored))
             nbytes += part.numel() * part.element_size()
         to_read = list(self._unlike(parts))
-        found = chain.from_iterable(self._read(batch, deadline) for batch in to_read)
+        unlike = chain.from_iterable(self._read(batch, deadline) for batch in to_read)
         read = sum(p.region.numel * p.array.dtype.itemsize for batch in to_read for p in batch)
-        return Found([*differing, *merged(found)], (), sorted(converted), nbytes, read)
+        return Found([*differing, *merged(unlike)], (), sorted(converted), nbytes, read)
 
     def _unlike(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         """The parts whose digests are not those stored, or not known, in batches to be read."""
         budget, memory = self._options.max_inflight_bytes, HostSnapshot()
         settle([part.data for part in parts])
-        known = [(p, _staged_nbytes(p.data)) for p in parts if p.digests is not None]
+        sized = [(p, _staged_nbytes(p.data)) for p in parts if p.digests is not None]
         unlike = [part for part in parts if part.digests is None]
-        for batch in groups(known, budget, itemgetter(1)):
+        for batch in groups(sized, budget, itemgetter(1)):
             with on_own_gpu():
                 hosts = to_host([part.data for part, _ in batch], memory)
             for (part, _), host in zip(batch, hosts, strict=True):
@@ -242,7 +236,7 @@ class _Comparison:
         yield from groups(pieces, budget // 2, lambda p: p.data.numel() * p.data.element_size())
 
     def _read(self, parts: Sequence[_Part], deadline: Deadline) -> Iterator[ArrayDifference]:
-        """How parts differ from what is stored, which is read into memory of their dtypes."""
+        """The differences between parts and the stored elements, which are read in their dtypes."""
         memory = [torch.empty(p.data.shape, dtype=p.data.dtype, device="cpu") for p in parts]
         reads = [(p.array, p.region, m) for p, m in zip(parts, memory, strict=True)]
         run_reads(self._opened.stored.begin_reads, reads, self._options, deadline)
@@ -282,15 +276,17 @@ def is_ignored(key: object, ignore: Sequence[str]) -> bool:
     return any(fnmatchcase(str(key), pattern) for pattern in ignore)
 
 
-def object_differences(key: str, stored: Any, own: Any, allowed: Allowed) -> list[ObjectDifference]:
-    """How an object of a state, or its common state, differs from what was read. Rank-local.
+def object_differences(
+    key: str, stored: Any, value: Any, allowed: Allowed
+) -> list[ObjectDifference]:
+    """The differences between a stored object and that of the state. Rank-local.
 
     The state's is compared as it would be loaded.
     """
-    content = dump_loadable(own, name=key, allow=allowed)
+    content = dump_loadable(value, name=key, allow=allowed)
     places = differing_places(stored, load_content(content, "the state", key, allowed))
-    found = islice(places, MAX_PLACES)
-    return [ObjectDifference(key, Difference.VALUES, *place) for place in found]
+    first_places = islice(places, MAX_PLACES)
+    return [ObjectDifference(key, Difference.VALUES, *place) for place in first_places]
 
 
 class _Part(NamedTuple):
@@ -320,5 +316,5 @@ def _staged_nbytes(data: torch.Tensor) -> int:
 
 def _has_digests(content: Any, digests: Digests | None) -> bool:
     starts = range(0, content.size, RANGE_NBYTES)
-    found = [xxh3_64_intdigest(content[at : at + RANGE_NBYTES].data) for at in starts]
-    return digests is not None and found == digests.tolist()
+    actual = [xxh3_64_intdigest(content[at : at + RANGE_NBYTES].data) for at in starts]
+    return digests is not None and actual == digests.tolist()

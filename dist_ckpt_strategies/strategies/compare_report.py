@@ -1,4 +1,4 @@
-"""What ``compare`` has found, on all ranks."""
+"""The report of ``compare``, of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """How the states of all ranks differ from a checkpoint; equal on every rank.
+    """The differences between the states of all ranks and a checkpoint; equal on every rank.
 
     In differences ``a`` is what the checkpoint has, ``b`` what the state has.
 
@@ -51,10 +51,10 @@ class CompareReport:
         return not self.arrays and not self.objects
 
     def __str__(self) -> str:
-        """What was compared, then a line for each difference, some of each kind at most."""
+        """A line about the comparison, then one for each difference, some of each kind at most."""
         verb = "is" if self.is_equal else "is NOT"
-        what = f"{self.num_arrays} arrays, {self.num_objects} objects, {self.nbytes} bytes"
-        lines = [f"the state {verb} that of {self.checkpoint}: {what} compared"]
+        counts = f"{self.num_arrays} arrays, {self.num_objects} objects, {self.nbytes} bytes"
+        lines = [f"the state {verb} that of {self.checkpoint}: {counts} compared"]
         if self.converted:
             key, stored, wanted = self.converted[0]
             lines[0] += f"; {len(self.converted)} converted, such as {key} ({stored} to {wanted})"
@@ -85,7 +85,7 @@ def _text_of(one: ArrayDifference) -> str:
 
 
 class Found(NamedTuple):
-    """What one rank has found: differences, conversions, bytes compared and bytes read."""
+    """The findings of one rank: differences, conversions, bytes compared and bytes read."""
 
     arrays: Sequence[ArrayDifference] = ()
     objects: Sequence[ObjectDifference] = ()
@@ -133,11 +133,11 @@ def report_of(
     arrays, objects = list(missing.arrays), {(o.key, o.where): o for o in missing.objects}
     ranks: dict[str, list[int]] = {}
     for rank, (rows, places, *_) in zip(global_ranks, answers, strict=True):
-        for key, what, a, b, index, num, largest, where in rows:
-            found = index and tuple(index), num, largest, where and tuple(where)
-            arrays.append(ArrayDifference(key, Difference(what), a, b, *found))
-        for key, what, where, a, b in places:
-            objects.setdefault((key, where), ObjectDifference(key, Difference(what), where, a, b))
+        for key, kind, a, b, index, num, largest, where in rows:
+            values = index and tuple(index), num, largest, where and tuple(where)
+            arrays.append(ArrayDifference(key, Difference(kind), a, b, *values))
+        for key, kind, where, a, b in places:
+            objects.setdefault((key, where), ObjectDifference(key, Difference(kind), where, a, b))
         for key in dict.fromkeys(key for key, *_ in [*rows, *places]):
             ranks.setdefault(key, []).append(rank)
     _, _, converted, nbytes, nbytes_read = zip(*answers, strict=True)
@@ -145,7 +145,7 @@ def report_of(
         checkpoint,
         tuple(sorted(merged(arrays), key=lambda one: (one.key, one.difference))),
         tuple(sorted(objects.values(), key=lambda one: (one.key == COMMON_NAME, one.key))),
-        {key: tuple(found) for key, found in ranks.items()},
+        {key: tuple(numbers) for key, numbers in ranks.items()},
         tuple(sorted({(key, stored, to) for rows in converted for key, stored, to in rows})),
         num_arrays,
         num_objects,

@@ -1,4 +1,4 @@
-"""What strategies of this package have in common: formats, options, ranks, allowed classes."""
+"""Common parts of this package's strategies: formats, options, ranks, allowed classes."""
 
 from collections.abc import Callable
 from copy import copy
@@ -21,7 +21,7 @@ class Configured:
     """A strategy's options, the ranks that work together, the classes that objects may be of."""
 
     formats: ClassVar[tuple[tuple[str, int], ...]]
-    """What it saves; or reads: of several, what lies in the directory says which."""
+    """The format that it saves, or those that it reads: the directory says which."""
 
     options: Options
 
@@ -64,7 +64,7 @@ class Configured:
         )
 
     def within(self, share: float, path: object, step: Callable[[], T]) -> T:
-        """What a step returns that asks storage, within a share of the time limit. Rank-local."""
+        """The result of a step on storage, within a share of the time limit. Rank-local."""
         return run_within(Deadline.after(share * self.options.timeout_s), path, step)
 
     @raises_megatron_errors
@@ -87,10 +87,10 @@ class Configured:
         self._require_own(backend, version, backend, loaded_version)
 
     @staticmethod
-    def _require_own(own: str, own_version: int, backend: str, version: int) -> None:
-        if (backend, version) != (own, own_version):
+    def _require_own(name: str, number: int, backend: str, version: int) -> None:
+        if (backend, version) != (name, number):
             raise IncompatibleVersionError(
-                f"expected backend {(own, own_version)}, found ({backend!r}, {version!r}); use the "
+                f"expected backend {(name, number)}, found ({backend!r}, {version!r}); use the "
                 "strategy of that backend, of a two-stage load as its base_strategy"
             )
 
@@ -116,8 +116,8 @@ class ConfiguredSaver(Configured):
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
-        ((own, own_version),) = self.formats
-        given = own if backend is None else backend, own_version if version is None else version
-        self._require_own(own, own_version, *given)
+        ((name, number),) = self.formats
+        given = name if backend is None else backend, number if version is None else version
+        self._require_own(name, number, *given)
         super().__init__(*given)  # type: ignore[call-arg]
         self._configure(options, allow, group)

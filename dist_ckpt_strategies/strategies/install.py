@@ -148,7 +148,7 @@ _Undo = tuple[Mapping[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """What saves and loads. ``saver`` is one for all saves: it keeps what ranks know of each other.
+    """The functions that save and load. One ``saver`` serves all saves: it has the plan cache.
 
     It is None where Megatron-Core saves torch_dist.
     """
@@ -270,7 +270,7 @@ def _load(
 def _look_up(
     ways: _Ways, theirs: Callable[..., Any], checkpoint_dir: str | Path, **arguments: Any
 ) -> Any:
-    """What Megatron-Core's functions of one directory do, for formats of this package. Rank-local.
+    """Megatron-Core's functions of one directory, for formats of this package. Rank-local.
 
     A strategy that is passed counts for other formats only.
     """

@@ -78,7 +78,7 @@ from dist_ckpt_strategies.strategies.registry import (
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
 Loaded = StateDict | tuple[StateDict, set[str], set[str]]
-"""What ``load`` returns."""
+"""The result of ``load``."""
 
 _ATTEMPTS = 3
 
@@ -93,7 +93,7 @@ _OWN: tuple[Any, ...] = (OwnLoadShardedStrategy.load, TwoStageDataParallelLoadSh
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What ``open_call`` returns, and the arguments of ``load``.
+    """The fields of ``open_call``'s result, and the arguments of ``load``.
 
     ``strategy`` counts only where the caller ``has_chosen`` it; else the checkpoint names one.
     """
@@ -117,7 +117,7 @@ class _Call:
 
 
 class _Load(NamedTuple):
-    """What one rank is about to load, and by which strategies.
+    """The load that one rank is about to make, and its strategies.
 
     ``finish`` makes the result of what is loaded. There is a plan where a strategy of this package
     loads with the ranks and the limit of this call.
@@ -190,16 +190,16 @@ def load(  # noqa: PLR0913, PLR0917 - Megatron's signature
     action, detail = StrategyAction.LOAD_SHARDED, f"from {checkpoint_dir}"
     changes = {"timeout_s": timeout_s}
     opened = open_call(action, sharded_strategy, detail, changes, allow, process_group)
-    what = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
+    content_args = sharded_state_dict, checkpoint_dir, bool(sharded_strategy), common_strategy
     digests = Verify.READ if verify_integrity else verify
     how = validate_access_integrity, strict, digests, strict_dtype, timeout_s, process_group, base
-    call = _Call(*(*opened, *what), *how)
+    call = _Call(*(*opened, *content_args), *how)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         return _load(call)
 
 
 def _load(call: _Call) -> Loaded:
-    """What ``load`` returns; begun anew where another save replaces what is read. Collective."""
+    """Load; begin anew if another save replaces the checkpoint meanwhile. Collective."""
     for _ in range(_ATTEMPTS):
         saves: list[OpenedSave] = []
         try:
@@ -219,7 +219,7 @@ def _load(call: _Call) -> Loaded:
 
 
 def _load_once(call: _Call, saves: list[OpenedSave]) -> Loaded:
-    """What ``load`` returns; what this rank opens is added to ``saves``. Collective."""
+    """Load once; the saves that this rank opens are added to ``saves``. Collective."""
     comm = call.comm
     loads: list[_Load] = []
 
@@ -258,7 +258,7 @@ def _load_once(call: _Call, saves: list[OpenedSave]) -> Loaded:
 
 
 def _begun(call: _Call, saves: list[OpenedSave]) -> _Load:
-    """What this rank is about to load, and by which strategies. Rank-local; errors as of ``load``.
+    """Open the checkpoint, and choose the strategies. Rank-local; errors as of ``load``.
 
     A strategy with other ranks or another limit than this call is called as it is.
     """
@@ -352,7 +352,7 @@ def _strategies(call: _Call, root: Location, marker: CheckpointMarker) -> tuple[
 
 
 def _described(call: _Call, begun: _Load) -> Message:
-    """What the other ranks have to know where this one has no plan. Rank-local.
+    """The message to the other ranks if this one has no plan. Rank-local.
 
     Raises:
         PlanError: the data of a ShardedTensor cannot be filled; or another dtype is stored,
@@ -404,7 +404,7 @@ def _load_otherwise(call: _Call, begun: _Load, answers: Sequence[Message]) -> Lo
 
 
 def _stored_keys(begun: _Load) -> StateDict:
-    """What is stored, but for the object that is the common state, which no caller requests."""
+    """The stored keys, but for the object that is the common state, which no caller requests."""
     keys: StateDict = begun.sharded.load_sharded_metadata(begun.root)
     if not handles_objects(begun.sharded):
         keys = merged(keys, begun.common.load_sharded_metadata(begun.root))
@@ -414,7 +414,7 @@ def _stored_keys(begun: _Load) -> StateDict:
 
 
 def _called(comm: Communicator, begun: _Load, state: StateDict) -> tuple[StateDict, ...]:
-    """What the strategies load: objects apart, where the sharded one does not take them.
+    """Load by the strategies: objects apart if the sharded one does not take them.
 
     Collective. The caller runs it within an error check.
     """

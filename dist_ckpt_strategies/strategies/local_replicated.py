@@ -87,7 +87,7 @@ _ITERATION = re.compile(r"(\d+)\D*$")  # the last number of the directory's name
 
 
 class _OnNodes(Configured):
-    """What both strategies know about this rank's node."""
+    """Common parts of both strategies: the directory and the manager of this rank's node."""
 
     formats = ((BACKEND, 1),)
 
@@ -231,7 +231,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, ConfiguredSaver, SaveShardedS
     def _state(
         self, comm: Communicator, sharded: StateDict, described: Sequence[Message]
     ) -> MCoreTensorAwareStateDict:
-        """What this rank saves, with a list of all that the checkpoint holds. Collective."""
+        """This rank's shards, with a list of all that the checkpoint holds. Collective."""
         arrays = {key: facts for _, by_key, _ in described for key, facts in by_key.items()}
         objects = sorted(name for *_, names in described for name in names)
         listed = [[key, *arrays[key]] for key in sorted(arrays)]
@@ -291,8 +291,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         digest = seen[0][0]
 
         def require_common() -> LocalCheckpointManager:
-            known = {name for _, names in seen for name in names}
-            _require_common_of(known, common_path, seen[comm.rank][0], digest)
+            sessions = {name for _, names in seen for name in names}
+            _require_common_of(sessions, common_path, seen[comm.rank][0], digest)
             return self._manager(root, digest)
 
         state, _ = run_collectively(comm, require_common).load(on_host=True)
@@ -306,8 +306,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         Raises:
             IncompleteCheckpointError: this node has no file of it; call ``prepare_local_load``.
         """
-        found = self.load_sharded_metadata(checkpoint_dir)
-        return {key: found[key] for key in found if isinstance(found[key], ShardedTensor)}
+        stored = self.load_sharded_metadata(checkpoint_dir)
+        return {key: stored[key] for key in stored if isinstance(stored[key], ShardedTensor)}
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -380,15 +380,15 @@ def _described(sharded: StateDict) -> list[Any]:
 def restore_common(comm: Communicator, root: Path, name: str, timeout_s: float) -> None:
     """Write the common state and the marker on every node that has lost them. Collective."""
 
-    def own() -> bytes:
-        known = _sessions(root)
+    def common_here() -> bytes:
+        sessions = _sessions(root)
         with suppress(IncompleteCheckpointError):
             content = Directory(root).read(COMMON_NAME) if is_finished(root) else b""
-            return content if not known or xxh3_128_hexdigest(content) in known else b""
+            return content if not sessions or xxh3_128_hexdigest(content) in sessions else b""
         return b""
 
     opening = Deadline.after(OPENING * timeout_s)
-    everyone = run_and_gather_bytes(comm, lambda: run_within(opening, root, own))
+    everyone = run_and_gather_bytes(comm, lambda: run_within(opening, root, common_here))
     common = next(filter(None, everyone), None)
 
     def restore() -> None:
@@ -417,14 +417,14 @@ def _sessions(root: Path) -> list[str]:
 
 
 def _require_common_of(
-    known: Collection[str], common_path: Path, found: str, expected: str
+    sessions: Collection[str], common_path: Path, digest: str, expected: str
 ) -> None:
     """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load."""
-    if found == expected and (found in known or not known):
+    if digest == expected and (digest in sessions or not sessions):
         return
-    what = " or ".join(known) if found == expected else f"{expected}, as on the first rank"
+    wanted = " or ".join(sessions) if digest == expected else f"{expected}, as on the first rank"
     raise CorruptCheckpointError(
-        f"common state: {common_path} has digest {found or '(no such file)'}, expected {what}; it "
-        "is damaged, or of another save; prepare_local_load restores it from another node",
+        f"common state: {common_path} has digest {digest or '(no such file)'}, expected {wanted}; "
+        "it is damaged, or of another save; prepare_local_load restores it from another node",
         path=str(common_path),
     )

@@ -108,7 +108,7 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
             return store, self.contents(sharded, content, copies_common=common is not None), None
 
         with no_garbage_collection():
-            started = start_save(comm, self.save_format, prepare, self.kept.known, self.options)
+            started = start_save(comm, self.save_format, prepare, self.kept.cache, self.options)
             return self.finish(started, None, is_async=is_async)
 
     def finish(
@@ -126,17 +126,17 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
         if is_async:
             return begin_in_background(started, self.kept, marker, overwrite=overwrite)
         write = partial(write_share, started)
-        self.kept.known = finish_save(started, write, marker=marker, overwrite=overwrite)
+        self.kept.cache = finish_save(started, write, marker=marker, overwrite=overwrite)
         return None
 
     def place(self, checkpoint_dir: Any) -> Place:
-        """Where a caller wants to save; a StrategyError if the format does not go there."""
+        """The place of a save; a StrategyError if the format does not go there."""
         return place_of(located(checkpoint_dir, self.options))
 
     def contents(
         self, state: StateDict, common: bytes | None, allow: Allowed = (), *, copies_common: bool
     ) -> Contents:
-        """What this rank saves of a sharded state dict; ``allow`` has further classes. Rank-local.
+        """This rank's content of a save; ``allow`` has further classes. Rank-local.
 
         Raises:
             UnsafeObjectError: a load would refuse an object.

@@ -52,10 +52,10 @@ StrategyChoice = Any
 
 
 _Key = tuple[StrategyAction, str, int]
-"""What a strategy is looked up by: ``(SAVE_SHARDED, "zarr", 1)``."""
+"""The key of a strategy: ``(SAVE_SHARDED, "zarr", 1)``."""
 
 REGISTERED: dict[_Key, tuple[Strategy | Callable[[], Strategy], Strategy | None]] = {}
-"""What was registered here: what makes a strategy, or a strategy, and what it has made."""
+"""The registry: by key a factory or a strategy, and the strategy that the factory has made."""
 
 _SAVE, _LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
 _SAVE_COMMON, _LOAD_COMMON = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
@@ -155,7 +155,7 @@ _Held = Mapping[_Key, tuple[Any, Strategy | None]]
 
 
 def registered_formats() -> _Held:
-    """What both registries hold under the keys that ``register`` fills, for ``put_back``."""
+    """The entries of both registries under the keys of ``register``, for ``put_back``."""
     return {key: (REGISTERED.get(key), registered_strategy(*key)) for key in _DEFAULTS}
 
 
@@ -290,7 +290,7 @@ def resolve(
 
 
 Call = tuple[Communicator, Options, Strategy, Strategy, Exception | None]
-"""What a save or a load is carried out with: the ranks; the options, those of the strategy where it
+"""The parts of a save or a load: the ranks; the options, those of the strategy where it
 is one of this package; the strategy to call, and that inside of wrappers, both None after an error;
 an error in the arguments, for the first collective to raise."""
 
@@ -393,8 +393,8 @@ def _exists(key: _Key, present: object) -> StrategyError:
     )
 
 
-def _not_found(key: _Key, known: Iterable[_Key]) -> StrategyError:
-    listed = sorted((backend, version, action.value) for action, backend, version in known)
+def _not_found(key: _Key, keys: Iterable[_Key]) -> StrategyError:
+    listed = sorted((backend, version, action.value) for action, backend, version in keys)
     names = ", ".join(_text((action, *of_format)) for *of_format, action in listed) or "none"
     return StrategyError(f"no strategy for {_text(key)}; registered: {names}")
 

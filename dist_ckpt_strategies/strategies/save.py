@@ -60,7 +60,7 @@ SaveHandle = LocalSaveRequest
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """What ``open_call`` returns, and the arguments of ``save``."""
+    """The fields of ``open_call``'s result, and the arguments of ``save``."""
 
     comm: Communicator
     options: Options
@@ -144,10 +144,10 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     trained = {"base": base and os.fspath(base), "only": only}
     changes = {"timeout_s": timeout_s, "on_unchanged": on_unchanged, **trained}
     opened = open_call(action, sharded_strategy, detail, changes, allow)
-    what = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
+    content_args = sharded_state_dict, checkpoint_dir, common_strategy, validate_access_integrity
     common = preprocess_common_before_consistancy_check, content_metadata
     how = async_sharded_save, *common, async_strategy, verify_integrity, overwrite, allow
-    call = _Save(*(*opened, *what), *how, changes)
+    call = _Save(*(*opened, *content_args), *how, changes)
     with allowing(() if call.invalid else allow), no_garbage_collection():
         if isinstance(call.base, OwnSaveShardedStrategy):
             return _save_own(call)
@@ -231,13 +231,13 @@ def _save_own(call: _Save) -> LocalSaveRequest | None:
         compared.append(seen)
         digest = ""
         if seen is not None:
-            known = content if seen is common else None
-            digest = xxh3_64_hexdigest(known or dump_object(seen, name=COMMON_STATE))
+            pickled = content if seen is common else None
+            digest = xxh3_64_hexdigest(pickled or dump_object(seen, name=COMMON_STATE))
         contents = strategy.contents(state, content, call.allow, copies_common=True)
         return store, contents, digest
 
     kept, options = strategy.kept, strategy.options
-    started = start_save(comm, strategy.save_format, prepare, kept.known, options)  # 1
+    started = start_save(comm, strategy.save_format, prepare, kept.cache, options)  # 1
     if len(set(started.notes)) > 1:
         warn_of_differences(comm, compared[0], started.notes)
     marker = CheckpointMarker(call.base.backend, call.base.version).to_json()
@@ -287,7 +287,7 @@ def _suitable_saver(call: _Save) -> Any:
 def _common_to_save(
     call: _Save, saver: Any, common: StateDict
 ) -> tuple[StateDict | None, bytes | None]:
-    """What ranks compare of the common state; and it, pickled, on the first rank. Rank-local.
+    """The common state that ranks compare; and it, pickled, on the first rank. Rank-local.
 
     Raises:
         UnsafeObjectError: a load would refuse it.
@@ -355,7 +355,7 @@ def _save_by_other(call: _Save) -> None:
 def _opened(
     call: _Save,
 ) -> tuple[Path, Any, StateDict, StateDict, StateDict | None, bytes | None]:
-    """What a rank makes ready before the first collective of a save by another strategy.
+    """Get a rank ready for the first collective of a save by another strategy.
 
     Directory, strategy for the common state, sharded state, common state, and what
     ``_common_to_save`` returns.

@@ -170,7 +170,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         return loaded
 
     def _source(self, checkpoint_dir: str | Location, save: OpenedSave | None) -> Source:
-        """What is read. Rank-local."""
+        """The source of the load. Rank-local."""
         base, options = self.base_strategy, self.options
         root = located(checkpoint_dir, options)
         deadline = Deadline.after(OPENING * options.timeout_s)

@@ -78,12 +78,12 @@ if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-"""How the keys of optimizer state begin; all other arrays are the model's."""
+"""Begins the keys of optimizer state; all other arrays are the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What a conversion left out, because it is damaged in the source.
+    """An array or object that a conversion left out, because it is damaged in the source.
 
     Attributes:
         key: of an array; of a shard of an object, ``KEY/shard_OFFSET_SHAPE``; ``common.pt``.
@@ -96,7 +96,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         num_arrays: arrays of the target.
@@ -215,7 +215,7 @@ def upgrade(  # noqa: PLR0913
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is converted; ``common``, the file of the common state, on the first rank."""
+    """The arrays and objects to convert; ``common``: the file of the common state, on rank 0."""
 
     arrays: Sequence[ArraySpec]
     objects: Sequence[ObjectId]
@@ -225,7 +225,7 @@ class _Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """What a conversion does beside reading and writing, and the ranks that share it."""
+    """A conversion: its options, and the ranks that share it."""
 
     options: ConvertOptions
     ranks: Ranks
@@ -287,7 +287,7 @@ class _Conversion:
         return root
 
     def _choose(self, opened: OpenedCheckpoint, to: Format) -> _Chosen:
-        """What is wanted; without arrays whose descriptions are damaged, if that is skipped."""
+        """The arrays and objects that were asked for; with ``skip_damaged`` the described ones."""
         pattern, is_model = self.keys or "*", to is Format.SAFETENSORS
         wanted = [key for key in opened if fnmatchcase(key, pattern)]
         objects = [one for one in opened.object_ids if fnmatchcase(one.key, pattern)]
@@ -297,9 +297,12 @@ class _Conversion:
         for key, why in lost.items() if not self.skip_damaged else ():
             raise IncompleteCheckpointError(why, key=key)
         if not wanted and (is_model or (self.keys is not None and not objects)):
-            of_keys = "" if self.keys is None else f" whose keys match {self.keys!r}"
-            what = "no arrays of a model" if is_model else "nothing"
-            raise ArrayNotFoundError(f"{opened.root}: {what}{of_keys} among its {len(opened)}")
+            matching = "" if self.keys is None else f" whose key matches {self.keys!r}"
+            kind = "array of a model" if is_model else "array or object"
+            raise ArrayNotFoundError(
+                f"{opened.root}: expected an {kind}{matching}, found none among its {len(opened)} "
+                "arrays"
+            )
         if self.skip_damaged:
             arrays, damaged = find_readable(opened, wanted)
             return _Chosen(arrays, objects, missing=(*starmap(Missing, (damaged | lost).items()),))
@@ -313,7 +316,7 @@ class _Conversion:
         *,
         has_common: bool,
     ) -> _Chosen:
-        """What can be read of what is wanted, all of which is read. Collective."""
+        """The chosen arrays and objects that are undamaged; reads all of them. Collective."""
         bounds = self.options.threads, self.options.block_nbytes
         damage = read_all(self.ranks, opened, chosen.arrays, chosen.objects, bounds, self.watch)
         common, why = self.ranks.run(lambda: rescued_common(opened, is_wanted=has_common))
@@ -394,7 +397,7 @@ _FILE_NBYTES = {Format.SAFETENSORS: 5 * 10**9}
 
 
 def _functions(target: Format) -> tuple[Write, Finish]:
-    """What writes a format."""
+    """The functions that write a format."""
     match target:
         case Format.PACK:
             return write_packs, finish_packs
@@ -418,7 +421,7 @@ def _require_free(root: Location, to: Format, source: Location | str) -> None:
         stale = (*stale, FOLDER, SAVES, LOCK_NAME)
     if not all(name.startswith(stale) for name in place_of(root).names()):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
-        what = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
+        content = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"
         raise CheckpointExistsError(
-            f"{root} holds {what}; name a new or empty directory", path=str(root)
+            f"{root} holds {content}; name a new or empty directory", path=str(root)
         )

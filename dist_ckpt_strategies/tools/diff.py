@@ -1,4 +1,4 @@
-"""How two checkpoints of any formats differ: keys, shapes, dtypes, every element, every object."""
+"""Comparison of two checkpoints of any formats: keys, shapes, dtypes, elements, objects."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
         arrays: sorted by key.
@@ -203,7 +203,7 @@ class _Comparison:
         )
 
     def _unchanged(self, step: Callable[[], Any]) -> Any:
-        """What a step reads of both, each of which is still the save that was opened."""
+        """The result of a step that reads both; a StorageError if a save has replaced one."""
         return self._a.unchanged(lambda: self._b.unchanged(step))
 
     def _paired(self, keys: str | None) -> tuple[list[Pair], list[ArrayDifference], int]:
@@ -216,8 +216,8 @@ class _Comparison:
             roots = f"{self._a.root} and {self._b.root}"
             raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
         (mine, lost), (theirs, also_lost) = (
-            find_readable(opened, some)
-            for opened, some in zip((self._a, self._b), sides, strict=True)
+            find_readable(opened, keys_of)
+            for opened, keys_of in zip((self._a, self._b), sides, strict=True)
         )
         differences = [ArrayDifference(k, Difference.DAMAGED, why, "") for k, why in lost.items()]
         for key, why in also_lost.items():
@@ -231,13 +231,13 @@ class _Comparison:
                 pairs.append((array, others.pop(name)))
             elif name not in also_lost:
                 differences.append(_single(array, Difference.ONLY_IN_A))
-        known = {names.get(key, key) for key in lost}
-        others = {key: array for key, array in others.items() if key not in known}
+        lost_names = {names.get(key, key) for key in lost}
+        others = {key: array for key, array in others.items() if key not in lost_names}
         differences += [_single(array, Difference.ONLY_IN_B) for array in others.values()]
         return pairs, differences, len(names)
 
     def _compared(self, pairs: Sequence[Pair], watch: Watch | None) -> Iterable[ArrayDifference]:
-        """How arrays that both have in one shape and dtype differ. Collective.
+        """The differences of arrays that both have in one shape and dtype. Collective.
 
         The stored regions of the first checkpoint are what ranks and threads take in turn.
         """
@@ -261,11 +261,11 @@ class _Comparison:
             num_threads=self._options.threads,
             watch=watch,
         )
-        own = list(merged(chain.from_iterable(results.values())))
-        return merged(chain.from_iterable(self._ranks.gather(lambda: own)))
+        mine = list(merged(chain.from_iterable(results.values())))
+        return merged(chain.from_iterable(self._ranks.gather(lambda: mine)))
 
     def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
-        """How a region differs."""
+        """The differences in a region."""
         (one, other), differences = pair, []
         itemsize = one.dtype.itemsize
         if one.dtype is not other.dtype:  # compared in larger ones
@@ -279,8 +279,8 @@ class _Comparison:
             if a or b:
                 differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
             elif one.dtype is not other.dtype or not is_equal(mine, theirs):
-                found = element_difference(one.key, block, mine, theirs)
-                differences += [found] if found.num_differing else []
+                difference = element_difference(one.key, block, mine, theirs)
+                differences += [difference] if difference.num_differing else []
         return list(merged(differences))
 
     def _objects(self, is_upgraded: bool) -> Iterator[ObjectDifference]:  # noqa: FBT001
@@ -298,7 +298,7 @@ class _Comparison:
     def _contents(
         self, key: str, object_id: ObjectId | None, *, is_upgraded: bool = False
     ) -> Iterator[ObjectDifference]:
-        """How an object differs, or the common state."""
+        """The differences of an object, or of the common state."""
 
         def read(opened: OpenedCheckpoint) -> bytes:
             return opened.object_content(object_id) if object_id else opened.common_content()
@@ -335,16 +335,16 @@ def is_equal(one: HostArray, other: HostArray) -> bool:
     return np.array_equal(mine, theirs)
 
 
-def merged(found: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
+def merged(differences: Iterable[ArrayDifference]) -> Collection[ArrayDifference]:
     """One for each array and kind, out of the differences of its regions."""
     merged: dict[tuple[str, str], ArrayDifference] = {}
-    for other in found:
+    for other in differences:
         place = other.key, other.difference
         one = merged.setdefault(place, other)
         if one is not other:
-            by_size = sorted((one, other), key=lambda found: found.max_abs_difference or -1.0)
+            by_size = sorted((one, other), key=lambda d: d.max_abs_difference or -1.0)
             merged[place] = replace(
-                min(one, other, key=lambda found: found.index or ()),
+                min(one, other, key=lambda d: d.index or ()),
                 num_differing=one.num_differing + other.num_differing,
                 max_abs_difference=by_size[1].max_abs_difference,
                 max_index=by_size[1].max_index,
@@ -360,7 +360,7 @@ def _single(array: ArraySpec, difference: Difference) -> ArrayDifference:
 
 
 def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
-    """What keeps the elements of two arrays from being compared, if anything."""
+    """The difference in shape or dtype, which keeps elements from being compared; or None."""
     if one.shape != other.shape:
         return ArrayDifference(one.key, Difference.SHAPE, str(one.shape), str(other.shape))
     if one.dtype is not other.dtype:
@@ -371,28 +371,28 @@ def _misfit(one: ArraySpec, other: ArraySpec) -> ArrayDifference | None:
 def element_difference(
     key: str, block: Region, one: HostArray, other: HostArray
 ) -> ArrayDifference:
-    """How the elements of a block differ: of one dtype in a bit, of two as numbers."""
+    """The difference of a block: elements of one dtype in a bit, of two dtypes as numbers."""
     kinds, sizes = {one.dtype.kind, other.dtype.kind}, {one.dtype.itemsize, other.dtype.itemsize}
     is_wide = kinds <= {*"iu"} and _LARGE_INTEGER_NBYTES in sizes
     wide: Any = np.complex128 if "c" in kinds else np.longdouble if is_wide else np.float64
     if one.dtype == other.dtype:
         is_other = (bytes_of(one) != bytes_of(other)).reshape(one.size, -1).any(axis=1)
     else:
-        own, others = one.reshape(-1).astype(wide), other.reshape(-1).astype(wide)
-        is_other = (own != others) & ~(np.isnan(own) & np.isnan(others))
+        mine, others = one.reshape(-1).astype(wide), other.reshape(-1).astype(wide)
+        is_other = (mine != others) & ~(np.isnan(mine) & np.isnan(others))
     places = np.flatnonzero(is_other)
     if not places.size:
         return ArrayDifference(key, Difference.VALUES, "", "")
-    own, others = one.reshape(-1)[places], other.reshape(-1)[places]
+    mine, others = one.reshape(-1)[places], other.reshape(-1)[places]
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(own.astype(wide) - others.astype(wide))
+        apart = np.abs(mine.astype(wide) - others.astype(wide))
     largest, where = None, None
     if not np.isnan(apart).all():
         at = int(np.nanargmax(apart))
         largest, where = float(apart[at]), _index(block, places[at])
     first = _index(block, places[0]), int(places.size)
     return ArrayDifference(
-        key, Difference.VALUES, str(own[0]), str(others[0]), *first, largest, where
+        key, Difference.VALUES, str(mine[0]), str(others[0]), *first, largest, where
     )
 
 

@@ -1,4 +1,4 @@
-"""How two unpickled values differ."""
+"""The differences between two unpickled values."""
 
 import io
 import math
@@ -31,7 +31,7 @@ def differing_places(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, str
 
 
 def _held(value: Any) -> dict[str, Any] | None:
-    """What a value holds, by the text of its place there; None of values that hold no others."""
+    """The values in a value, by the text of their place; None if it holds no others."""
     if isinstance(value, dict):
         return {f"[{key!r}]": held for key, held in value.items()}
     if isinstance(value, (list, tuple)):

@@ -60,7 +60,7 @@ class LazyArray:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[HostArray]:
-        """What is at each index of the first dim."""
+        """The elements at each index of the first dim."""
         return (self[n] for n in range(len(self)))
 
     @raises_megatron_errors
@@ -74,13 +74,13 @@ class LazyArray:
             StorageError: see OpenedCheckpoint.
         """
         ranges, kept = _selection(self.key, self.shape, index)
-        found: HostArray = np.empty([len(r) for r in ranges], self.dtype)
+        elements: HostArray = np.empty([len(r) for r in ranges], self.dtype)
         # Ascending, since a region is read in its own order.
         forward = [r if r.step > 0 else r[::-1] for r in ranges]
         turns: tuple[Any, ...] = tuple(slice(None, None, -1 if r.step < 0 else 1) for r in ranges)
-        if found.size:
-            self._fill(forward, found[(*turns, ...)])
-        return found[(*(slice(None) if k else 0 for k in kept), ...)]
+        if elements.size:
+            self._fill(forward, elements[(*turns, ...)])
+        return elements[(*(slice(None) if k else 0 for k in kept), ...)]
 
     def _fill(self, ranges: Sequence[range], target: HostArray) -> None:
         """Fill memory with the elements at these indices, which ascend; in halves if need be."""

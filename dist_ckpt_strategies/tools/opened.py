@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId
@@ -45,9 +45,6 @@ from dist_ckpt_strategies.tools.lazy_array import LazyArray
 from dist_ckpt_strategies.tools.plan_convert import Format
 from dist_ckpt_strategies.tools.safetensors import SafetensorsCheckpoint, holds_safetensors
 from dist_ckpt_strategies.tools.zarr3 import Zarr3Checkpoint
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -227,15 +224,15 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
         return [*default_allowed(), *self._allow]
 
     def unchanged(self, step: Callable[[], T]) -> T:
-        """What a step reads of it; a StorageError where another save has replaced it meanwhile."""
+        """The result of a step that reads it; a StorageError if another save has replaced it."""
         return self.stored.save.read(step)
 
     def find(self, keys: Iterable[str]) -> list[ArraySpec]:
         """The arrays of these keys, sorted, as they are stored."""
-        stored, found = self.stored, list(self.stored.find(keys).values())
+        stored, arrays = self.stored, list(self.stored.find(keys).values())
         if isinstance(stored, PackCheckpoint):
-            return [replace(array, blocks=tuple(stored.blocks(array.key))) for array in found]
-        return found
+            return [replace(array, blocks=tuple(stored.blocks(array.key))) for array in arrays]
+        return arrays
 
     def read_into(self, *reads: ArrayRead) -> None:
         """Fill memory with regions of arrays that ``find`` has given. What has digests is verified.

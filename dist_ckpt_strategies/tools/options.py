@@ -73,7 +73,7 @@ class ConvertOptions:
 
     @property
     def storage(self) -> Options:
-        """How files are read and written."""
+        """Options for reading and writing files."""
         return self.options or options_from_environment()
 
     def open(

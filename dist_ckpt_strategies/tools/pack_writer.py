@@ -33,7 +33,7 @@ _OBJECTS_NBYTES = 64 << 20
 """Of one pack, which is in memory when it is written; a larger object goes alone."""
 
 _OBJECT_NBYTES = 8 << 10
-"""What an object counts for at least: so a pack has no more than some thousands."""
+"""The least size that an object counts for: so a pack has some thousands at most."""
 
 
 def write_packs(target: Target, task: FileTask, read: Read) -> PackRecord:
@@ -42,8 +42,8 @@ def write_packs(target: Target, task: FileTask, read: Read) -> PackRecord:
     All packs are in the name of rank 0, whichever rank writes them.
     """
     stored = [target.digests.get((item.source.key, item.region)) for item in task.items]
-    known = [digests for digests in stored if digests is not None]
-    digests = np.concatenate(known) if stored and len(known) == len(stored) else None
+    present = [digests for digests in stored if digests is not None]
+    digests = np.concatenate(present) if stored and len(present) == len(stored) else None
     pack = target.plan.layout.packs[int(task.name)]
     return _write(target, pack, _batches(target, task, read), digests)
 
@@ -138,7 +138,7 @@ def _parts(items: Iterable[WriteItem], max_nbytes: int) -> Iterator[tuple[WriteI
 
 
 def _reads(item: WriteItem, byte_offset: int, memory: Bytes) -> Iterator[ArrayRead]:
-    """What to read to have bytes of a block, from the first on that is asked for, in memory."""
+    """The reads that fill memory with bytes of a block, from a byte on."""
     elements = memory.view(item.array.dtype.numpy)
     start, done = byte_offset // elements.itemsize, 0
     for run in runs(item.region.shape, start, start + elements.size):

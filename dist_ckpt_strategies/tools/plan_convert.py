@@ -40,7 +40,7 @@ SAFETENSORS_DTYPES = MappingProxyType({**SAFETENSORS_NAMES, DType.FLOAT8_E8M0FNU
 
 
 class Format(StrEnum):
-    """What a checkpoint can be converted to and from; the values are those of the command line.
+    """A format to convert from or to; the values are those of the command line.
 
     Another value raises a PlanError.
     """
@@ -59,7 +59,7 @@ class Format(StrEnum):
     @classmethod
     def of(cls, name: str | tuple[str, int]) -> Format:
         """The format of that name, or of a backend and version."""
-        of_backend = (known for known in _BACKENDS if known.backend == name)
+        of_backend = (member for member in _BACKENDS if member.backend == name)
         return next(of_backend, None) or cls(str(name))
 
     @classmethod
@@ -115,7 +115,7 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """What one thread writes, in order: a file below the target's directory, or a region of one.
+    """The items that one thread writes, in order: of a file of the target, or of a region of one.
 
     The name of a pack is its number in the layout.
     """
@@ -205,8 +205,8 @@ def build_convert_plan(  # noqa: PLR0913
             tasks = [task for pair in pairs for task in _chunk_tasks(*pair, max_block_nbytes)]
             pairs = [(source, _with_smaller_chunks(a, max_block_nbytes)) for source, a in pairs]
     arrays = tuple(array for _, array in pairs)
-    what = tuple(objects), tuple(tasks), layout, tuple(features), headers
-    return ConvertPlan(target, arrays, *what)
+    contents = tuple(objects), tuple(tasks), layout, tuple(features), headers
+    return ConvertPlan(target, arrays, *contents)
 
 
 def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectId]) -> None:
@@ -223,9 +223,9 @@ def _require_keys(target: Format, keys: Sequence[str], objects: Sequence[ObjectI
 def _target_array(key: str, source: ArraySpec, target: Format) -> ArraySpec:
     """The array with the target's chunk grid: that of the source, or else rows of the array."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
-        known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
+        names = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
         raise PlanError(
-            f"{key}: safetensors has no {source.dtype.value}; it has {known}; leave the array out "
+            f"{key}: safetensors has no {source.dtype.value}; it has {names}; leave the array out "
             "with --keys, or convert to another format",
             key=key,
         )

@@ -21,12 +21,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, remove_contents
-from dist_ckpt_strategies.formats.course import (
-    KeepBest,
-    metrics_name,
-    read_course,
-    read_metrics,
-)
+from dist_ckpt_strategies.formats.course import KeepBest, metrics_name, read_course, read_metrics
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem
 from dist_ckpt_strategies.formats.locations import (
@@ -65,7 +60,7 @@ _OF_A_TRAINING = re.compile(r"iter_\d{7,}")
 
 
 class Status(StrEnum):
-    """What a directory is; the values are in the command's JSON.
+    """The status of a directory; the values are in the command's JSON.
 
     A complete one has its marker and all files, by names and sizes. A damaged one has a marker and
     lacks files. Of an unreadable one nothing is known.
@@ -115,7 +110,7 @@ class PruneDecision:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was removed, or would be.
+    """The decisions of a prune, carried out or not.
 
     Attributes:
         root: the directory that holds the checkpoints, or its place in an object store.
@@ -184,14 +179,14 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     location, best = located(root, store, what="root"), None
     if keep_best is not None:
         require_keep_best(keep_best)
-    found = _find(location, pattern)
+    below = _find(location, pattern)
     if keep_best is None and not (keep_last is None and keep_every is None):
         keep_best = read_course(place_of(location)).keep_best
     if keep_best is not None:
         metric, mode, best = require_keep_best(keep_best)
-        found = _ranked(location, found, metric, mode)
+        below = _ranked(location, below, metric, mode)
     plan = build_prune_plan(
-        found, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s
+        below, keep_last, keep_every, best=best, unfinished=unfinished, older_than_s=older_than_s
     )
     return _carry_out(location, plan, older_than_s, dry_run=dry_run)
 
@@ -220,7 +215,7 @@ def _carry_out(
 
 
 def build_prune_plan(
-    found: Iterable[PruneDecision],
+    candidates: Iterable[PruneDecision],
     last: int | None = None,
     every: int | None = None,
     *,
@@ -240,7 +235,7 @@ def build_prune_plan(
             raise PlanError(f"{name} is {count}, expected 1 or more")
     if not older_than_s >= 0:
         raise PlanError(f"older_than is {older_than_s} s, expected 0 or more")
-    ordered = sorted(found, key=_order)
+    ordered = sorted(candidates, key=_order)
     numbered = [one for one in ordered if one.iteration is not None]
     complete = [one for one in numbered if one.status is Status.COMPLETE]
     is_all_kept, num_kept = last is None and every is None and best is None, last or 0
@@ -286,10 +281,10 @@ def require_keep_best(keep_best: object) -> KeepBest:
 
 
 def _ranked(
-    root: Location, found: Iterable[PruneDecision], metric: str, mode: str
+    root: Location, decisions: Iterable[PruneDecision], metric: str, mode: str
 ) -> list[PruneDecision]:
     """The same, complete ones with their rank by a metric, the best first."""
-    ordered, store = list(found), place_of(root)
+    ordered, store = list(decisions), place_of(root)
     values: dict[int, float] = {}
     for number, one in enumerate(ordered):
         if one.status is Status.COMPLETE and one.iteration is not None:
@@ -307,7 +302,7 @@ def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
 
 
 def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
-    """What there is below a place, of names that fit; links are passed over."""
+    """The directories below a place whose names match; links are passed over."""
     store: Place = place_of(root)
     if isinstance(root, Path):
         require_directory(root)
@@ -325,8 +320,8 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         raise PlanError(f"{root} is a checkpoint itself; name the directory that holds it")
     course = read_course(store)
     now_s = time.time()  # one for all: equal times of change make equal ages
-    found = [decision for name in names for decision in _look_at(root, name, now_s)]
-    tracked_s = min((one.age_s for one in found if one.iteration == course.newest), default=inf)
+    decisions = [decision for name in names for decision in _look_at(root, name, now_s)]
+    tracked_s = min((one.age_s for one in decisions if one.iteration == course.newest), default=inf)
     return [
         replace(
             one,
@@ -335,12 +330,12 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
             is_left=one.iteration in course.left
             or not (course.has(one.iteration or 0) or one.age_s <= tracked_s),
         )
-        for one in found
+        for one in decisions
     ]
 
 
 def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
-    """What one of them is; then, if it is a checkpoint, packs of killed saves beside it."""
+    """The status of a directory; then, in a checkpoint, packs of killed saves beside it."""
     number = _NUMBER.search(name)
     if number is None:
         return [PruneDecision(name, None, Status.OTHER, 0.0)]
@@ -362,17 +357,17 @@ def _look_at(root: Location, name: str, now_s: float) -> list[PruneDecision]:
     except (OSError, StorageError) as error:
         why = error.message if isinstance(error, StorageError) else reason(error)
         return [PruneDecision(name, iteration, Status.UNREADABLE, 0.0, why=why)]
-    found = [PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)]
+    decisions = [PruneDecision(name, iteration, status, max(0.0, now_s - changed_s), nbytes)]
     if packs.stale and status is not Status.UNFINISHED:
         age_s, kind = max(0.0, now_s - stale_s), Status.UNFINISHED
-        found.append(
+        decisions.append(
             PruneDecision(name, iteration, kind, age_s, packs.stale_nbytes, files=packs.stale)
         )
-    return found
+    return decisions
 
 
 def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int | None, float]:
-    """What a directory is in which no packs count, the bytes in it, and when it became that."""
+    """The status of a directory without committed packs, its bytes, and the time of change."""
     marker = directory / MARKER_NAME
     if marker.exists():
         return *_scanned(directory), marker.stat().st_mtime
@@ -398,19 +393,19 @@ def _directory_status(directory: Path, *, has_stale: bool) -> tuple[Status, int 
 
 
 def _scanned(directory: Path) -> tuple[Status, int | None]:
-    """What a directory with a marker is, and the bytes in it."""
+    """The status of a directory with a marker, and its bytes."""
     try:
-        found = scan(directory)
+        scanned = scan(directory)
     except (CheckpointNotFoundError, IncompatibleVersionError):
         return Status.OTHER, None
-    problems = {issue.problem: issue for issue in found.issues}
+    problems = {issue.problem: issue for issue in scanned.issues}
     unreadable = problems.get(Problem.UNREADABLE)
     if unreadable is not None:
         raise StorageError(f"{unreadable.path}: {unreadable.found}", path=unreadable.path)
-    if found.marker is None or Problem.UNKNOWN_BACKEND in problems:
-        return Status.OTHER, found.nbytes
+    if scanned.marker is None or Problem.UNKNOWN_BACKEND in problems:
+        return Status.OTHER, scanned.nbytes
     is_damaged = bool(problems.keys() - {Problem.UNEXPECTED_FILE})
-    return Status.DAMAGED if is_damaged else Status.COMPLETE, found.nbytes
+    return Status.DAMAGED if is_damaged else Status.COMPLETE, scanned.nbytes
 
 
 def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
@@ -428,11 +423,11 @@ def _remove(root: Location, name: str, older_than_s: float) -> tuple[str, ...]:
         return tuple(sorted({left.partition("/")[0] for left in store.names()}))
     remove_lock(Directory(place))
     with file_errors(None, place):
-        own = []
+        folders = []
         for at, names, _ in os.walk(place):  # which does not follow links
             names[:] = [inner for inner in names if not is_elsewhere(Path(at, inner))]
-            own.append(Path(at))
-        for path in reversed(own):
+            folders.append(Path(at))
+        for path in reversed(folders):
             if not any(path.iterdir()):
                 path.rmdir()
         sync_path(place.parent)

@@ -1,4 +1,4 @@
-"""What ``prune`` sees of packs in a place, and how it removes them. Rank-local; imports no torch.
+"""Packs in a place, for ``prune``: finding and removing them. Rank-local; imports no torch.
 
 A pack or full index that the index does not name is of a save that was killed, or that still runs.
 """
@@ -75,7 +75,7 @@ class FoundPacks:
 
 
 def look_at_packs(store: Place) -> FoundPacks:
-    """What there is of packs. Changes nothing."""
+    """The packs and indexes in a place. Changes nothing."""
     listed, named = _listed(store), {}
     if INDEX_NAME in listed:
         with suppress(CorruptCheckpointError, IncompleteCheckpointError):
@@ -90,11 +90,11 @@ def remove_stale(store: Place, older_than_s: float) -> tuple[str, ...]:
     Under the lock that every commit takes: what a save commits meanwhile is named, and stays.
     """
     with store.locked():
-        found = look_at_packs(store)
-        if time.time() - written_s(store, found, found.stale) < older_than_s:
+        packs = look_at_packs(store)
+        if time.time() - written_s(store, packs, packs.stale) < older_than_s:
             return ()
-        store.delete(found.stale)
-        return found.stale
+        store.delete(packs.stale)
+        return packs.stale
 
 
 def remove_packs(store: Place, older_than_s: float) -> None:
@@ -103,11 +103,11 @@ def remove_packs(store: Place, older_than_s: float) -> None:
     Where the index is lost or damaged, all packs go, unless one of them is younger.
     """
     with store.locked():
-        found = look_at_packs(store)
+        packs = look_at_packs(store)
         store.delete([INDEX_NAME])
-        store.delete([COMMON_NAME, *found.named])
-        left = sorted(found.listed.keys() - {INDEX_NAME})
-        if not found.named and time.time() - written_s(store, found, left) >= older_than_s:
+        store.delete([COMMON_NAME, *packs.named])
+        left = sorted(packs.listed.keys() - {INDEX_NAME})
+        if not packs.named and time.time() - written_s(store, packs, left) >= older_than_s:
             store.delete(left)
 
 
@@ -124,13 +124,13 @@ def _listed(store: Place) -> Mapping[str, tuple[int | None, float | None]]:
         index = [INDEX_NAME] if store.has(INDEX_NAME) else []
         return dict.fromkeys((*filter(_OURS.fullmatch, names), *index), (None, None))
     names += store.names(PARTIAL_PREFIX) if names else ()
-    found: dict[str, tuple[int | None, float | None]] = {}
+    sizes: dict[str, tuple[int | None, float | None]] = {}
     for name in (*filter(_OURS.fullmatch, names), INDEX_NAME):
         path = store.root / name
         with file_errors(None, path), suppress(FileNotFoundError):
             if path.is_file():
-                found[name] = path.lstat().st_size, path.lstat().st_mtime
-    return found
+                sizes[name] = path.lstat().st_size, path.lstat().st_mtime
+    return sizes
 
 
 def _named_sizes(store: Place) -> dict[str, int]:
@@ -142,12 +142,12 @@ def _named_sizes(store: Place) -> dict[str, int]:
     return {full_index_of(index.pointer.save_id): index.nbytes} | packs
 
 
-def written_s(store: Place, found: FoundPacks, names: Iterable[str]) -> float:
+def written_s(store: Place, packs: FoundPacks, names: Iterable[str]) -> float:
     """When the newest of these files was written; 0 if there are none.
 
     In a bucket that is when its save began, and now where a file does not say that.
     """
-    return max((found.listed[name][1] or _begun_s(store, name) for name in names), default=0.0)
+    return max((packs.listed[name][1] or _begun_s(store, name) for name in names), default=0.0)
 
 
 def _begun_s(store: Place, name: str) -> float:

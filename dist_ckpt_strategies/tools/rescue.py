@@ -1,4 +1,4 @@
-"""What of a damaged checkpoint can be read, and what cannot."""
+"""The readable and the damaged parts of a checkpoint."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -34,7 +34,7 @@ _NO_DAMAGE = (*NO_ANSWER, CheckpointChangedError, UnsafeObjectError)
 
 
 def tried(step: Callable[[], T]) -> tuple[T | None, str]:
-    """What a step reads; or None, and why: something there is missing or damaged."""
+    """The result of a step; or None and the reason, if it meets missing or damaged files."""
     try:
         return step(), ""
     except _NO_DAMAGE:
@@ -49,8 +49,8 @@ def find_readable(
     """The arrays of these keys, and why others are damaged: their descriptions, or lost blocks."""
     wanted = list(keys)
 
-    def find(some: Sequence[str]) -> list[ArraySpec]:
-        arrays = opened.find(some)
+    def find(some_keys: Sequence[str]) -> list[ArraySpec]:
+        arrays = opened.find(some_keys)
         require_whole(arrays)
         return arrays
 
@@ -83,7 +83,7 @@ def read_all(
     bounds: tuple[int, int],
     watch: Watch | None,
 ) -> list[tuple[str, str]]:
-    """What is damaged: the key of an array or object, and why. Collective.
+    """Keys of damaged arrays and objects, each with the reason. Collective.
 
     ``bounds``: the number of threads, and the bytes that each of them reads at once.
     """

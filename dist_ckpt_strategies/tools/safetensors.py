@@ -76,8 +76,8 @@ class SafetensorsCheckpoint(Format1Checkpoint):
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See Format1Checkpoint."""
-        found = found_among(self._places, keys, self._root)
-        return {key: spec for key, (spec, *_) in found.items()}
+        places = found_among(self._places, keys, self._root)
+        return {key: spec for key, (spec, *_) in places.items()}
 
     def object_ids(self) -> Iterator[ObjectId]:
         """See Format1Checkpoint."""

@@ -72,10 +72,10 @@ def stats_of(
         num_threads=options.threads,
         watch=watch,
     )
-    found: dict[str, list[list[Any]]] = {array.key: [] for array in arrays}
+    figures_of: dict[str, list[list[Any]]] = {array.key: [] for array in arrays}
     for number, (array, _) in enumerate(tasks):
-        found[array.key].append(results[number])
-    return [_together(key, figures) for key, figures in found.items()]
+        figures_of[array.key].append(results[number])
+    return [_together(key, figures) for key, figures in figures_of.items()]
 
 
 def _figures(elements: HostArray) -> list[Any]:

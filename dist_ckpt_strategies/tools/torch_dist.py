@@ -76,7 +76,7 @@ _ALLOWED = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""What a description of a checkpoint consists of, by module."""
+"""The classes in a description of a checkpoint, by module."""
 
 _OTHER_SHAPE = "nd_reformulated_orig_global_shape"
 """In Megatron-Core's description of an array that was stored in another shape than its own."""
@@ -118,8 +118,8 @@ def _read_metadata(path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex
         ) from error
 
 
-def _parsed(found: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex, _Span]]:
-    described = getattr(found, "mcore_data", None) or {}
+def _parsed(metadata: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[MetadataIndex, _Span]]:
+    described = getattr(metadata, "mcore_data", None) or {}
     reshaped = [key for key, more in described.items() if _OTHER_SHAPE in more]
     if reshaped:
         raise IncompatibleVersionError(
@@ -127,9 +127,9 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, ArraySpec], dict[Metadata
             "ranges of Megatron-Core <= 0.15, which torch_dist keeps in another shape; save with "
             "the fully_reshardable or dp_reshardable optimizer format, or with ('zarr', 1)"
         )
-    spans = {index: _span(index, info) for index, info in found.storage_data.items()}
+    spans = {index: _span(index, info) for index, info in metadata.storage_data.items()}
     arrays = {}
-    for key, stored in sorted(found.state_dict_metadata.items()):
+    for key, stored in sorted(metadata.state_dict_metadata.items()):
         if not isinstance(stored, TensorStorageMetadata):
             spans[MetadataIndex(key)]  # a KeyError where no file holds the object
             continue
@@ -210,8 +210,8 @@ class TorchDistCheckpoint(Format1Checkpoint):
         if getattr(self._last, "place", None) != (array.key, shard):
             self._last.place = self._last.elements = None  # before there is a second one
             expected = f"torch.{array.dtype.value} {shard.shape}"
-            found = self._loaded(array.key, MetadataIndex(array.key, shard.offset), expected)
-            (self._last.elements,) = to_host([found])
+            shard_loaded = self._loaded(array.key, MetadataIndex(array.key, shard.offset), expected)
+            (self._last.elements,) = to_host([shard_loaded])
             self._last.place = array.key, shard
         elements: HostArray = self._last.elements
         return elements
@@ -223,23 +223,23 @@ class TorchDistCheckpoint(Format1Checkpoint):
     def object_content(self, object_id: ObjectId) -> bytes:
         """See Format1Checkpoint. torch_dist keeps each in a list of one."""
         name = object_id.unique_key
-        (found,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
-        return dump_object(found, name=name)
+        (value,) = self._loaded(name, MetadataIndex(name), _ONE_OBJECT)
+        return dump_object(value, name=name)
 
     def _loaded(self, key: str, index: MetadataIndex, expected: str) -> Any:
-        """What ``torch.save`` wrote of a shard or an object."""
+        """The value that ``torch.save`` wrote of a shard or an object."""
         name, byte_offset, nbytes = self._spans[index]
         path = f"{self._root}/{name}"
         with file_errors(key, path):
             content = read_file(path, nbytes, byte_offset)
         value = load_content(content, path, key, self._allow)
         if isinstance(value, torch.Tensor):
-            found = f"{value.dtype} {tuple(value.shape)}"
+            actual = f"{value.dtype} {tuple(value.shape)}"
         else:
             is_one = isinstance(value, list) and len(value) == 1
-            found = _ONE_OBJECT if is_one else f"a {type(value)}"
-        if found != expected:
-            text = f"{key}: {path} holds {found} at byte {byte_offset}, expected {expected}"
+            actual = _ONE_OBJECT if is_one else f"a {type(value)}"
+        if actual != expected:
+            text = f"{key}: {path} holds {actual} at byte {byte_offset}, expected {expected}"
             raise CorruptCheckpointError(text, key=key, path=path)
         return value
 

@@ -20,22 +20,22 @@ _METADATA_FORM = "distrib_optim_sharding_type"
 
 def upgraded_keys(keys: Collection[str]) -> dict[str, str]:
     """The new key of each array that has one: ``fp32_param`` is called ``param`` now."""
-    found = {key: _MASTER.fullmatch(key) for key in keys}
-    return {key: f"{match[1]}param.{match[2]}" for key, match in found.items() if match}
+    matches = {key: _MASTER.fullmatch(key) for key in keys}
+    return {key: f"{match[1]}param.{match[2]}" for key, match in matches.items() if match}
 
 
 def renamed_keys(mine: Collection[str], theirs: Collection[str]) -> dict[str, str]:
     """The keys of the first that the second has under another name, if either was upgraded."""
-    known, others = {*mine}, {*theirs}
+    own_keys, others = {*mine}, {*theirs}
     forth = {
         old: new
-        for old, new in upgraded_keys(known - others).items()
-        if new in others and new not in known
+        for old, new in upgraded_keys(own_keys - others).items()
+        if new in others and new not in own_keys
     }
     back = {
         new: old
-        for old, new in upgraded_keys(others - known).items()
-        if new in known and new not in others
+        for old, new in upgraded_keys(others - own_keys).items()
+        if new in own_keys and new not in others
     }
     return forth | back
 
@@ -50,10 +50,10 @@ def upgraded_common(
     optimizer in it is of the old form, where that ``is_required``, or its steps differ.
     """
     state = load_content(content, path, "common state", allow)
-    optimizers = [found for found in _dicts(state) if _FORM in found]
-    old = [found for found in optimizers if found[_FORM] == _OLD_FORM]
+    optimizers = [held for held in _dicts(state) if _FORM in held]
+    old = [held for held in optimizers if held[_FORM] == _OLD_FORM]
     if not old and is_required:
-        forms = sorted({str(found[_FORM]) for found in optimizers})
+        forms = sorted({str(held[_FORM]) for held in optimizers})
         raise StrategyError(
             f"{path}: nothing to upgrade; expected a distributed optimizer of the form "
             f"{_OLD_FORM}, found {', '.join(forms) or 'none'}"
@@ -72,9 +72,9 @@ def upgraded_common(
                     f"({sorted(steps)}), which {_NEW_FORM} cannot express"
                 )
             (group["step"],) = steps
-    for found in _dicts(state):
-        if found.get(_METADATA_FORM) == _OLD_FORM:
-            found[_METADATA_FORM] = _NEW_FORM
+    for held in _dicts(state):
+        if held.get(_METADATA_FORM) == _OLD_FORM:
+            held[_METADATA_FORM] = _NEW_FORM
     return dump_object(state, name="common state")
 
 

@@ -1,4 +1,4 @@
-"""What a conversion writes to: what all formats have in common, and format ("zarr", 1).
+"""The target of a conversion: common parts of all formats, and format ("zarr", 1).
 
 Of each format there are two functions, one that writes a task, and one that writes the rest.
 """
@@ -64,7 +64,7 @@ def bytes_of(elements: HostArray) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a conversion writes to, on one rank.
+    """The target of a conversion, on one rank.
 
     Attributes:
         plan: what is written.
@@ -89,7 +89,7 @@ class Target:
 
     @property
     def files(self) -> Directory:
-        """Where files are staged, from where a commit moves them."""
+        """The staging directory, from which a commit moves the files."""
         assert isinstance(self.root, Path)  # noqa: S101 - only packs go elsewhere
         return staging_of(self.root, self.save_id)
 

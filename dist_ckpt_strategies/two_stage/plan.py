@@ -65,10 +65,10 @@ class Batch:
     @property
     def starts(self) -> tuple[int, ...]:
         """Byte offset of each slice within the message: aligned for every dtype."""
-        found = [0]
+        byte_offsets = [0]
         for each in self.slices[:-1]:
-            found.append(-(-(found[-1] + each.nbytes) // _ALIGNMENT) * _ALIGNMENT)
-        return tuple(found)
+            byte_offsets.append(-(-(byte_offsets[-1] + each.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        return tuple(byte_offsets)
 
     @property
     def nbytes(self) -> int:
@@ -147,8 +147,8 @@ def build_group_plan(
     most = min(limit, MAX_PACKED_NBYTES)
     packs += [
         (ranks, tuple(together))
-        for ranks, some in small.items()
-        for together in groups(some, most, lambda each: each.nbytes + _ALIGNMENT)
+        for ranks, slices in small.items()
+        for together in groups(slices, most, lambda each: each.nbytes + _ALIGNMENT)
     ]
     batches = _with_readers(packs, len(requests))
     rounds = _in_rounds(batches, min(round_nbytes, -(-total // _MIN_ROUNDS)))
@@ -172,7 +172,7 @@ def _shared_regions(requests: Sequence[str]) -> dict[tuple[int, Region], tuple[i
             before = groups_with.get(line)
             groups_with[line] = alone if before is None else (*before, number)
     ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-    found = {}
+    receivers = {}
     for line, numbers in groups_with.items():
         if numbers not in ranks_of:
             ranks_of[numbers] = tuple(sorted(rank for n in numbers for rank in groups[n]))
@@ -180,8 +180,8 @@ def _shared_regions(requests: Sequence[str]) -> dict[tuple[int, Region], tuple[i
             array, *bounds = map(int, line.split())
             middle = len(bounds) // 2
             region = Region(tuple(bounds[:middle]), tuple(bounds[middle:]))
-            found[array, region] = ranks_of[numbers]
-    return dict(sorted(found.items()))
+            receivers[array, region] = ranks_of[numbers]
+    return dict(sorted(receivers.items()))
 
 
 def _nbytes(array: ArraySpec, region: Region) -> int:

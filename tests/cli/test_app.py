@@ -112,6 +112,7 @@ WRONG_RUN_OPTIONS = (
         ("prune {} --keep-last 1 --json", 2),
         ("prune {} --keep-last 0 --dry-run", 2),
         ("prune {} --unfinished --older-than soon", 2),
+        ("prune {} --keep-best loss:least:1 --dry-run", 2),
         ("prune {}/one-whole --keep-last 1", 2),
         ("prune {}/nowhere --keep-last 1", 3),
         ("prune {} --unfinished --dry-run --json", 0),

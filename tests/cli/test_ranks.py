@@ -14,14 +14,7 @@ import numpy as np
 import pytest
 
 from tests.cli.commands import PROGRAM, begun, json_of, run
-from tests.support.checkpoints import (
-    RNG,
-    WEIGHT,
-    flip_at,
-    flip_bit,
-    write_array,
-    write_object,
-)
+from tests.support.checkpoints import RNG, WEIGHT, flip_at, flip_bit, write_array, write_object
 from tests.support.processes import ended, is_running, until
 
 pytestmark = pytest.mark.multiprocess

@@ -30,12 +30,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
-from dist_ckpt_strategies import (
-    ManagerOptions,
-    SaveMetrics,
-    SavePolicy,
-    TieredCheckpointManager,
-)
+from dist_ckpt_strategies import ManagerOptions, SaveMetrics, SavePolicy, TieredCheckpointManager
 from dist_ckpt_strategies import save as save_now
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (

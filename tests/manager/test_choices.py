@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import math
 import threading
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from tests.local.clique_worlds import once
 from tests.manager.test_manager import OPTIONS, Training, in_threads
 from tests.support.checkpoints import flip_at, header_of
-from tests.support.entries import Failure, outcome
+from tests.support.entries import Failure, logged, outcome
 from tests.support.ranks import done_by
 from tests.support.system_calls import before_calls
 
@@ -240,15 +239,6 @@ def test_rules_that_make_no_sense_are_refused_at_once(rules: Any, tmp_path: Path
             prune(tmp_path, **rules)
 
 
-def logged() -> list[str]:
-    """What managers log in this process from now on."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies.manager").addHandler(handler)
-    return texts
-
-
 def asks(rank: int, root: str) -> None:
     """Body of a rank."""
     in_threads()
@@ -263,7 +253,7 @@ def asks(rank: int, root: str) -> None:
         7: None,
         8: "local",
     }
-    texts = logged()
+    texts = logged(".manager")
 
     def should_save(step: int) -> bool | str | None:
         asked.append(step)

@@ -14,11 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.comm import base
-from dist_ckpt_strategies.errors import (
-    CheckpointNotFoundError,
-    StorageError,
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import CheckpointNotFoundError, StorageError, StrategyError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     LazyCliqueReplicationStrategy,
@@ -27,7 +23,7 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.manager.latest import Loaded, Tier, load_latest
 from tests.local.clique_worlds import once
 from tests.support.checkpoints import flip_at
-from tests.support.entries import PACKS, require_on_ranks
+from tests.support.entries import PACKS, logged, require_on_ranks
 from tests.support.system_calls import before_calls
 
 pytestmark = pytest.mark.multiprocess
@@ -146,11 +142,9 @@ def names_what_is_whole(_rank: int, root: str, backend: tuple[str, int]) -> None
 
 def one_rank_has_a_bad_disk(rank: int, root: str, backend: tuple[str, int]) -> None:
     """Its function that loads raises, or it cannot read a marker; each rank logs what it tried."""
-    run, texts = Run(root, backend), list[str]()
+    run = Run(root, backend)
     run.save_globally(5)
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+    texts = logged(level=logging.WARNING)
     vars(base)["_LOG_AFTER_S"] = 60.0
     for kind in (StorageError, ValueError):
 
@@ -169,7 +163,6 @@ def one_rank_has_a_bad_disk(rank: int, root: str, backend: tuple[str, int]) -> N
     words = r"iter_0000005\): rank 1: .*a disk of this rank alone"
     with before_calls(fail, ["open"]), pytest.raises(StorageError, match=words):
         run.load()
-    logging.getLogger("dist_ckpt_strategies").removeHandler(handler)
     assert [line.partition(" checkpoint of iteration 5 ")[0] for line in texts] == ["global"] * 3
 
 

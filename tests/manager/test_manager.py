@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import multiprocessing
 import os
 import random
@@ -13,6 +12,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -41,7 +41,7 @@ from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheck
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.local.clique_worlds import once
-from tests.support.entries import Failure, outcome
+from tests.support.entries import Failure, logged, outcome
 from tests.support.memory_provider import MemoryProvider
 from tests.support.processes import finished, run_script, until
 from tests.support.ranks import RankDiedError, allow_processes, forkserver, run_processes
@@ -483,7 +483,9 @@ def begins_anew(rank: int, root: str) -> list[Any]:
     in_threads()
     training = Training()
     found: list[Any] = []
-    manager = TieredCheckpointManager(root, options=OPTIONS)
+    events: list[SaveMetrics] = []
+    options = replace(OPTIONS, metrics=events.append)
+    manager = TieredCheckpointManager(root, options=options)
     manager.save(1, training.state_dict, force=True)
     manager.wait()
     manager.save(2, training.state_dict, force=True)
@@ -494,6 +496,8 @@ def begins_anew(rank: int, root: str) -> list[Any]:
     with manager:
         loaded = manager.load_latest(training.state_dict)
         found += [loaded and loaded.iteration, manager.save(2, training.state_dict, force=True)]
+        (failure,) = [one for one in events if one.kind == "failure"] if rank == 0 else [None]
+        assert failure is None or (failure.step, failure.tier) == (2, "global")
         different = outcome(lambda: manager.save(3 + rank, training.state_dict, force=True))
         assert isinstance(different, Failure)
         found.append(different.text)
@@ -709,10 +713,7 @@ def follows_its_policy(rank: int, root: str) -> dict[str, Any]:
     """Body of a rank: steps, minutes, retention, what is left out, and what is written of it."""
     in_threads()
     training = Training()
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies.manager").addHandler(handler)
+    texts = logged(".manager")
     quiet = ManagerOptions(timeout_s=40.0, preemption_signals=(), metrics=f"{root}/metrics.jsonl")
     policy = SavePolicy(every_steps=10, keep_last=1, keep_every=20)
     with TieredCheckpointManager(f"{root}/steps", policy=policy, options=quiet) as manager:

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import (
-    CompareReport,
-    SavePolicy,
-    TieredCheckpointManager,
-    compare,
-    save,
-)
+from dist_ckpt_strategies import CompareReport, SavePolicy, TieredCheckpointManager, compare, save
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.integrations import dcp

@@ -30,6 +30,7 @@ from tests.support.entries import (
     PACKS,
     Entry,
     load,
+    logged,
     prepare,
     require_on_ranks,
     require_refused,
@@ -130,10 +131,7 @@ def save_all(rank: int, backend: tuple[str, int], root: Path, arrays: list[Cut])
 def load_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None:
     arrays = cuts()
     save_all(rank, backend, root, arrays)
-    warned: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+    warned = logged(level=logging.WARNING)
     layouts = ("dense", "transposed", "parameter", None)
     for entry, (name, strategy) in product(Entry, loaders(backend).items()):
         for layout in layouts if entry is Entry.OURS else layouts[1::2]:

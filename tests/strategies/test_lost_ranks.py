@@ -1,7 +1,6 @@
 """A rank that is killed or stopped in the middle: the others raise in time, and nothing half
 done is ever taken for a checkpoint."""
 
-import logging
 import os
 import signal
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from tests.support.entries import (
     ZARR,
     Entry,
     load,
+    logged,
     outcome,
     prepare,
     require_failure,
@@ -162,10 +162,7 @@ def fail_in_a_foreign_load(rank: int, root: Path) -> Any:
     """Rank 1 lacks memory within Megatron-Core's wrapper, whose other ranks wait in a broadcast."""
     prepare(TIMEOUT_S)
     allow_torch_dist()
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dist_ckpt_strategies").addHandler(handler)
+    texts = logged()
 
     def out_of_memory(*_: Any) -> None:
         raise MemoryError("out of memory")

@@ -31,9 +31,7 @@ from dist_ckpt_strategies.megatron.types import StrategyAction
 from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.registry import resolve
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import (
-    ZarrLoadShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.entries import (
     FORMATS,
     PACKS,

@@ -17,10 +17,7 @@ from megatron.core.dist_checkpointing.strategies import base
 import dist_ckpt_strategies
 from dist_ckpt_strategies import StrategyAction, register
 from dist_ckpt_strategies.config import LocalOptions, Options
-from dist_ckpt_strategies.errors import (
-    IncompatibleVersionError,
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.registry import get_default_strategy, register_default_strategy
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy

@@ -28,10 +28,7 @@ from dist_ckpt_strategies.strategies.safetensors import (
 )
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import (
-    ZarrLoadShardedStrategy,
-    ZarrSaveShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.entries import (
     FORMATS,
     PACKS,

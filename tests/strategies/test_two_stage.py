@@ -17,9 +17,7 @@ from torch._C._distributed_c10d import FileStore
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
-from dist_ckpt_strategies.strategies.two_stage import (
-    TwoStageDataParallelLoadShardedStrategy,
-)
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from dist_ckpt_strategies.two_stage import load as two_stage_load
 from tests.strategies.test_save_load import objects

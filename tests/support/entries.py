@@ -1,5 +1,6 @@
 """The two ways into a checkpoint: Megatron-Core's own save and load, and this package's."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -102,6 +103,15 @@ def outcome(action: Callable[[], Any]) -> Any:
             getattr(error, "path", None),
             time.monotonic() - started,
         )
+
+
+def logged(name: str = "", level: int = logging.NOTSET) -> list[str]:
+    """The messages of a logger of this package, from now on until the process ends."""
+    texts: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(f"dist_ckpt_strategies{name}").addHandler(handler)
+    return texts
 
 
 def require_failure_everywhere(

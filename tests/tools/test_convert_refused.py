@@ -258,8 +258,8 @@ def test_wrong_arguments_are_refused(saved: Path, tmp_path: Path) -> None:
     for to in ("zarr@2", ("zarr", 2)):
         with pytest.raises(PlanError, match="expected one of pack, zarr@1, zarr@3, torch_dist, sa"):
             convert(saved / "zarr@1", tmp_path / "t", to)
-    for to, what in (("safetensors", "no arrays of a model"), ("pack", "nothing")):
-        with pytest.raises(ArrayNotFoundError, match=f"{what} whose keys match 'nothing'"):
+    for to, kind in (("safetensors", "array of a model"), ("pack", "array or object")):
+        with pytest.raises(ArrayNotFoundError, match=f"{kind} whose key matches 'nothing'"):
             convert(saved / "zarr@1", tmp_path / "t", to, keys="nothing")
     with pytest.raises(ArrayNotFoundError, match=r"no array's key matches 'decodr\.\*'"):
         diff(saved / "zarr@1", saved / "pack", keys="decodr.*")

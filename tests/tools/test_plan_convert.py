@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.tools.plan_convert import (
-    Format,
-    blocks,
-    build_convert_plan,
-)
+from dist_ckpt_strategies.tools.plan_convert import Format, blocks, build_convert_plan
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
 

@@ -22,7 +22,9 @@ def prune(
     ] = None,
     keep_best: Annotated[
         str | None,
-        value(metavar="METRIC:MODE:N", help="Keep the N best of a manager's: loss:min:3."),
+        value(
+            metavar="METRIC:MODE:N", help="Keep the N best by a metric of the saves: loss:min:3."
+        ),
     ] = None,
     unfinished: Annotated[
         bool, flag("--unfinished", help="Remove what killed saves left behind.")

@@ -46,13 +46,13 @@ ShutdownTimeout = Annotated[
         metavar="SECONDS",
         min=0,
         envvar="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-        help="How long workers may take to save and end after a signal; then they are killed.",
+        help="Seconds that workers may take to save and end after a signal; then they are killed.",
     ),
 ]
 Standalone = Annotated[
     bool, flag("--standalone", help="This node alone, whatever the --rdzv options say.")
 ]
-NumNodes = Annotated[str, typer.Option(metavar="N", help="Nodes that have ranks.")]
+NumNodes = Annotated[str, typer.Option(metavar="N", help="Number of nodes that have ranks.")]
 NodeRank = Annotated[
     int | None, value(metavar="N", min=0, help="The node's place in the job, if it is vacant.")
 ]
@@ -61,13 +61,15 @@ Endpoint = Annotated[
     str,
     value(
         metavar="HOST[:PORT]",
-        help="Where the nodes find each other: a store, hosted by the agent whose address it is.",
+        help="Store by which the nodes find each other; the agent at this address hosts it.",
     ),
 ]
 MasterAddr = Annotated[
-    str | None, value(metavar="HOST", help="The host of --rdzv-endpoint, in its place.")
+    str | None, value(metavar="HOST", help="Host of the store, if --rdzv-endpoint is not given.")
 ]
-MasterPort = Annotated[int, typer.Option(metavar="PORT", help="Beside --master-addr.")]
+MasterPort = Annotated[
+    int, typer.Option(metavar="PORT", help="Port of the store, with --master-addr.")
+]
 JobId = Annotated[str, typer.Option(metavar="ID", help="Name of the job.")]
 StoreOnly = Annotated[
     bool, flag("--store-only", help="Host the store, and run no ranks; takes no SCRIPT.")
@@ -93,7 +95,7 @@ NodeWait = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=0,
-        help="How long the job waits for a node, at first or in a lost one's place.",
+        help="Seconds that the job waits for a node, at the start or in place of a lost one.",
     ),
 ]
 LogDir = Annotated[
@@ -113,12 +115,16 @@ Tee = Annotated[
     typer.Option("--tee", "-t", metavar="STD", help="Write output to files and to the terminal."),
 ]
 LocalRanks = Annotated[
-    str, value(metavar="RANKS", help="Local ranks whose output is shown: 0,1; spares are shown.")
+    str,
+    value(
+        metavar="RANKS",
+        help="Show the output of these local ranks only, such as 0,1, and of spares.",
+    ),
 ]
 EventLogHandler = Annotated[
-    str, value(metavar="NAME", help="Where torch's events go: null or console.")
+    str, value(metavar="NAME", help="Destination of torch's events: null or console.")
 ]
-Role = Annotated[str, typer.Option(metavar="NAME", help="ROLE_NAME of the workers.")]
+Role = Annotated[str, typer.Option(metavar="NAME", help="Value of ROLE_NAME for the workers.")]
 Signals = Annotated[
     str,
     typer.Option(

@@ -23,7 +23,7 @@ def demo(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
+    """Train a small GPT on four CPU ranks, save it as packs, resume it in other layouts.
 
     Shows that weights and optimizer state are loaded bit for bit, and that the loss continues from
     its value at the save. Takes a few minutes on two cores.

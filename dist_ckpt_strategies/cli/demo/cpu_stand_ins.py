@@ -1,4 +1,4 @@
-"""What Megatron-Core's training needs in order to run without a GPU.
+"""CPU forms of the CUDA calls that Megatron-Core's training makes.
 
 Megatron-Core's checkpointing runs on a CPU; its training loop does not. It asks CUDA for the
 current device and the generator's state, writes ``device="cuda"`` in a dozen places, recognises

@@ -7,10 +7,10 @@ the checkpoint and train on too: their state must be bit-identical, and their lo
 
 from __future__ import annotations
 
-import json
+import pickle
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -67,7 +67,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the demonstration trains; ``global_batch`` is in sequences, over all data-parallel ranks.
+    """The training of the demonstration; ``global_batch`` counts sequences of all ranks.
 
     ``num_after_save`` iterations are done once without a break and once per resumption.
     ``sharding_type`` is Megatron's name for the form of the optimizer's state on disk; what is
@@ -96,14 +96,6 @@ class RankTask:
     resumes: bool = False
     two_stage: bool = False
 
-    @classmethod
-    def from_json(cls, text: str) -> RankTask:
-        """The task of which ``asdict`` was written."""
-        fields = json.loads(text)
-        layout, training = ParallelLayout(**fields.pop("layout")), fields.pop("training")
-        size, checkpoint = ModelSize(**training.pop("size")), Path(fields.pop("checkpoint"))
-        return cls(layout, Training(size, **training), checkpoint, **fields)
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -120,18 +112,18 @@ def run_task(task: RankTask) -> Outcome:
         RankError: a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="dist-ckpt-demo-") as scratch:
-        found = Path(scratch, "outcome.json")
-        arguments = [json.dumps(asdict(task), default=str), str(found)]
+        task_path, outcome_path = Path(scratch, "task"), Path(scratch, "outcome")
+        task_path.write_bytes(pickle.dumps(task))
+        paths = [str(task_path), str(outcome_path)]
         try:
-            status = run_ranks(task.layout.num_ranks, _RANK_MODULE, arguments)
+            status = run_ranks(task.layout.num_ranks, _RANK_MODULE, paths)
         except RankError as error:
             error.args = (f"{task.layout}: {error.message}",)
             raise
         if status:
             raise RankError(f"{task.layout}: rank 0 failed (exit status {status}), see above")
-        outcome = json.loads(found.read_text())
-    losses = {int(iteration): loss for iteration, loss in outcome["losses"].items()}
-    return Outcome(losses, outcome["digests"])
+        outcome: Outcome = pickle.loads(outcome_path.read_bytes())  # noqa: S301 - our own
+    return outcome
 
 
 def compare_digests(
@@ -201,13 +193,13 @@ def _train_and_resume(
     for layout in _RESUMED_LAYOUTS:
         two_stage = layout is _RESUMED_LAYOUTS[-1]
         task = RankTask(layout, training, checkpoint, resumes=True, two_stage=two_stage)
-        found = start(task)
+        outcome = start(task)
         row = {"read by": str(layout)}
-        for kind, (count, differing) in compare_digests(reference.digests, found.digests).items():
+        for kind, (count, differing) in compare_digests(reference.digests, outcome.digests).items():
             row[kind] = f"{'NO' if differing else 'yes'} {count - len(differing)}/{count}"
             if differing:
                 problems.append(f"{layout}: {kind}: not bit-identical: {', '.join(differing)}")
-        apart = max(abs(loss - reference.losses[n]) for n, loss in found.losses.items())
+        apart = max(abs(loss - reference.losses[n]) for n, loss in outcome.losses.items())
         table.append(row | {"loss diff": f"{apart:.4f}"})
         if not apart <= _LOSS_TOLERANCE:
             problems.append(

@@ -1,13 +1,12 @@
 """One rank of the demonstration: it trains a GPTModel, saves or loads, and takes digests."""
 
-import json
+import pickle
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib import resources
 from itertools import chain
 from pathlib import Path
@@ -241,7 +240,7 @@ class _Rank:
         return iter(share.split(micro_batch))
 
     def _sharded_state_dict(self, *, is_loading: bool, **metadata: str) -> dict[str, Any]:
-        """What Megatron-LM's training script hands to ``dist_checkpointing``."""
+        """The state that Megatron-LM's training script passes to ``dist_checkpointing``."""
         content = self._content_metadata | metadata
         model = self._model.module.module.sharded_state_dict(metadata=content)
         optimizer = self._optimizer.sharded_state_dict(
@@ -278,13 +277,13 @@ def _gather_digests(state: Mapping[str, Any]) -> dict[str, str]:
     """
     apply_factories(state)
     # Clones, because pickling a view would send the whole buffer that it looks into.
-    own = [
+    shards = [
         (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().clone())
         for shard in nested_values(state)
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, gathered)
+    dist.gather_object(shards, gathered)
     wholes: dict[str, torch.Tensor] = {}
     counts: Counter[str] = Counter()
     for key, shape, region, data in chain.from_iterable(gathered or ()):
@@ -302,6 +301,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    done = carry_out(RankTask.from_json(sys.argv[1]))
+    task_path, outcome_path = map(Path, sys.argv[1:])
+    outcome = carry_out(pickle.loads(task_path.read_bytes()))  # noqa: S301 - of our own parent
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(asdict(done)))
+        outcome_path.write_bytes(pickle.dumps(outcome))
