@@ -93,7 +93,7 @@ class AbortableWaits:
         meanwhile: Callable[[], object] | None = None,
         every_s: float | None = None,
     ) -> Any:
-        """What ``wait`` returns or raises, on another thread; PeerLostError if it is aborted.
+        """Run ``wait`` on another thread, and return or raise its result; PeerLostError at an abort.
 
         ``meanwhile`` is called after each ``every_s`` seconds without a result. What it raises is
         raised here. The thread may go on waiting in either case.
@@ -118,7 +118,7 @@ class AbortableWaits:
 
 
 def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """What ``call`` returns or raises on a thread, or a TimeoutError: ``what`` did not answer."""
+    """Run ``call`` on a thread; TimeoutError that names ``what`` if it does not end in time."""
 
     def give_up() -> None:
         raise TimeoutError(f"{what} did not answer within {timeout_s:g} s")

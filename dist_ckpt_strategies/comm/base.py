@@ -1,4 +1,4 @@
-"""What the package asks of a group of ranks, and its steps with a collective error check.
+"""The interface of a group of ranks, and steps with a collective error check.
 
 A process alone is a group of one. With the check, the failure of a step on one rank is raised on
 all ranks.
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Message = Any
-"""What ranks send each other: JSON types only. A text may hold a pickle: peers are trusted."""
+"""A message between ranks, of JSON types only. A text may hold a pickle: peers are trusted."""
 
 Bytes = npt.NDArray[Any]
 """A one-dimensional, contiguous array of uint8."""

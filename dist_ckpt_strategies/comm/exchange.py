@@ -280,7 +280,7 @@ class Rounds:
         number: int,
         deadline: Deadline,
     ) -> torch.Tensor:
-        """What was read; where that failed, any bytes: the peer waits for some."""
+        """The bytes that were read; after a failure any bytes, since the peer waits for them."""
         block = self._outgoing[rank][part.block]
         found = self._attempt(block, partial(settled, content, block.name, deadline))
         if found is None:
@@ -308,7 +308,7 @@ class Rounds:
             self._attempt(block, partial(settled, taken, block.name, deadline))
 
     def _attempt(self, block: Outgoing | Incoming, call: Callable[[], T | None]) -> T | None:
-        """What a call for a block returns; None where it fails, which is raised at the end."""
+        """The result of a call for a block; None if it fails, which is raised at the end."""
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - see above

@@ -193,7 +193,7 @@ class _Collective(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Same as ``wait``."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -239,7 +239,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _allreduce(self: InterruptibleGloo, tensors: Any, options: Any = None, *args: Any) -> Any:
-    """As gloo's. An average of whole numbers, which Lightning asks for, is there at once."""
+    """gloo's all-reduce, and an average of whole numbers, which Lightning requests."""
     options = dist.AllreduceOptions() if options is None else options
     is_average = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG and not (
         tensors[0].is_floating_point() or tensors[0].is_complex()

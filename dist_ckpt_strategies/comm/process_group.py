@@ -71,12 +71,12 @@ def require_member(group: object) -> None:
 
 
 def message_device(group: ProcessGroup | None) -> torch.device:
-    """Where messages have to be to travel over the group: the host, unless it has NCCL alone."""
+    """The device of messages over the group: the host, unless it has NCCL alone."""
     return torch.device("cpu") if "gloo" in dist.get_backend(group) else payload_device(group)
 
 
 def payload_device(group: ProcessGroup | None) -> torch.device:
-    """Where tensors are that the group's own backend sends without a detour: the GPU with NCCL."""
+    """The device whose tensors the group's backend sends without a copy: the GPU with NCCL."""
     if is_distributed() and "nccl" in dist.get_backend(group):
         return current_gpu()
     return torch.device("cpu")

@@ -35,7 +35,7 @@ _STOP_S = 10.0
 """Longest wait for threads whose work is no longer wanted."""
 
 _TASK_NBYTES = 64 << 10
-"""What a task costs beside its bytes, in bytes: a file is opened, say."""
+"""Fixed cost of a task, in bytes: opening a file, for instance."""
 
 
 class Ranks:
@@ -164,7 +164,7 @@ def open_world(
 
 
 class _Progress(Generic[Task, T]):
-    """What threads have done of some tasks: results by number, bytes, and the first failure."""
+    """Progress of threads on tasks: results by number, bytes, and the first failure."""
 
     def __init__(self, tasks: Sequence[Task], work: Callable[[Task, Count], T]) -> None:
         self._tasks, self._work = tasks, work

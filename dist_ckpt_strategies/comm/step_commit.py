@@ -48,7 +48,7 @@ class StepCommit:
         self.is_new = True
 
     def replicate(self, content: bytes) -> dict[int, bytes]:
-        """What the other replicas give, by global rank. Collective over the replicas.
+        """The content of the other replicas, by global rank. Collective over the replicas.
 
         The first call determines how long content may be, with a reserve. Longer content is
         not replicated later on: the other ranks get none from this one.

@@ -44,7 +44,7 @@ class TensorBytes:
         return buffer
 
     def landing(self, start: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        """Where a range can be received; None where it has to be received elsewhere."""
+        """Memory that can receive a range; None if it must be received elsewhere and copied."""
         self._keep_copies(start, nbytes)
         found = list(self._slices(start, nbytes))
         is_direct = len(found) == 1 and found[0][1].numel() == nbytes

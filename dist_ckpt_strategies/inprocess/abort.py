@@ -1,4 +1,4 @@
-"""What each rank ends when a fault is reported, while the function is still running."""
+"""Steps by which each rank ends the function while it runs, when a fault is reported."""
 
 import gc
 import multiprocessing

@@ -229,7 +229,7 @@ class Attempt:
 
     @property
     def state(self) -> HPState:
-        """What abort, finalize and health checks are given."""
+        """The state that abort, finalize and health checks get."""
         return replace(self._state, fault=self.fault)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What workers have died of, in the events, files and reports of torchelastic."""
+"""Causes of workers' deaths, in the events, files and reports of torchelastic."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What is cleaned up between two attempts, once nothing of the block is running any more."""
+"""Clean-up between two attempts, once nothing of the block runs any more."""
 
 import ctypes
 import gc
@@ -59,7 +59,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
 
 
 def imported(module: str, path: str) -> Any:
-    """What a module calls so, if this process has imported it; else None."""
+    """An attribute of a module that this process has imported; else None."""
     found: Any = sys.modules.get(module)
     for name in path.split("."):
         found = getattr(found, name, None)

@@ -1,4 +1,4 @@
-"""What an elastic agent runs, what its workers are told, and what it hears of its place."""
+"""Values of an elastic agent: its job, its workers' environment, news of its place."""
 
 import signal
 import sys
@@ -50,7 +50,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an elastic agent runs.
+    """The job of an elastic agent.
 
     Attributes:
         command: program and arguments of every worker.
@@ -104,11 +104,11 @@ class Ended:
 
 
 News = Placed | Ended | str
-"""What an agent hears of its place; a text is for its output."""
+"""News of an agent's place; a text is for its output."""
 
 
 def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tuple[str, ...]:
-    """What runs a script, or a module, with this Python."""
+    """The command that runs a script, or a module, with this Python."""
     return (sys.executable, *(("-m",) if is_module else ()), script, *args)
 
 
@@ -136,7 +136,7 @@ def worker_environment(
 
 
 def rank_info(job: Job, place: int, rank: int, address: tuple[str, int], node: str) -> RankInfo:
-    """What a worker is told that gets a rank of a node's place; "" is the one node of its job."""
+    """Facts for a worker with a rank of a node's place; ``node`` is "" in a job of one node."""
     size, (host, port) = job.num_ranks, address
     world_size = size * job.num_nodes
     variables = {

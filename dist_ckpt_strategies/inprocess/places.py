@@ -55,7 +55,7 @@ OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the key of a place holds, and for how long this node has seen it hold that."""
+    """Value of a place's key, and since when this node has seen it."""
 
     value: str
     silent_s: float

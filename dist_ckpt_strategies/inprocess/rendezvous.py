@@ -16,7 +16,7 @@ that the signal itself killed has a negative one."""
 
 
 class FaultMode(StrEnum):
-    """What happened to the rank that failed."""
+    """Kind of a rank's failure."""
 
     EXCEPTION = "exception"
     """The function raised; the process is alive."""

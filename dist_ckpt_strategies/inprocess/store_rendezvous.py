@@ -47,7 +47,7 @@ _LONGEST_SILENCE_S = 30.0
 
 _LEAST_PAUSE_S = 0.25
 _MAX_REQUESTS_PER_S = 2000
-"""That all ranks together make of the store while they wait for its news all the same."""
+"""Limit for all ranks together, while they wait for the store's news."""
 
 
 class RestartState:
@@ -124,7 +124,7 @@ class RestartState:
         return is_done
 
     def fault(self, restart_round: int) -> Fault | None:
-        """What ended a round; None before, and where all finished it."""
+        """The fault that ended a round; None before, and if all ranks finished it."""
         text = self._store.get(f"fault/{restart_round}")
         if text is None or self.settle(restart_round):
             return None

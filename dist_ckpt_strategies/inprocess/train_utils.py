@@ -1,4 +1,4 @@
-"""What a training script calls around its wrapped block: wait_rank(), HPAgentK8sAPIFactory."""
+"""Calls of a training script around its wrapped block: wait_rank(), HPAgentK8sAPIFactory."""
 
 import multiprocessing
 import time

@@ -106,7 +106,7 @@ class OutputLines:
         self._ours, self.theirs = os.pipe()
 
     def fileno(self) -> int:
-        """What to wait for, until it can be read."""
+        """The file to poll for reading."""
         return self._ours
 
     def pump(self) -> bool:
@@ -188,7 +188,7 @@ class WorkerProcess:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """What can be read when something has happened: its end, heartbeats, output."""
+        """Files that become readable at its end, a heartbeat, output."""
         return (self.pidfd, self._beats, *(output.fileno() for output in self._outputs))
 
     def read(self, file: int) -> bool:

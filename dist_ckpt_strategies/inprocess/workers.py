@@ -55,7 +55,7 @@ class Workers:
         return len(self._running)
 
     def __iter__(self) -> Iterator[WorkerProcess]:
-        """Those that run, or have not been removed."""
+        """Workers that run, or have not been removed."""
         return iter(list(self._running.values()))
 
     def start(self, place: RankInfo | None) -> WorkerProcess:

@@ -305,7 +305,7 @@ class HPCallWrapper:
         return self._client
 
     def _result(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        """What the block returns, or raises to end the process, once all ranks have a result."""
+        """The block's result, once all ranks have one; raises the error that ends the process."""
         value, leaving = None, None
         try:
             value = self.launch(fn, *a, **kw)

@@ -34,7 +34,7 @@ _MODULES = (
     "local.replication",
     "local.manager",
 )
-"""Where the public names are."""
+"""Modules of the public names."""
 
 
 __all__ = [

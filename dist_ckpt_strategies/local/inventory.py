@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What all ranks together have.
+    """The shards that all ranks together have.
 
     Attributes:
         nodes: for each rank the first one that sees the same directory.
@@ -78,7 +78,7 @@ class Inventory:
         return next((save for save, ranks in self.missing().items() if not ranks), None)
 
     def missing_text(self) -> str:
-        """What each save lacks that is newer than the newest complete one."""
+        """Missing shards of each save newer than the newest complete one, in words."""
         texts = []
         for (save, _), ranks in takewhile(lambda lacking: lacking[1], self.missing().items()):
             lost = some_of([*map(str, ranks)], 8)
@@ -94,7 +94,7 @@ def gather_inventory(
     begin: Callable[[], object],
     between: tuple[int, float] = (0, inf),
 ) -> Inventory:
-    """What the ranks have of a session, by what the files state; damaged ones are left out.
+    """The ranks' shards of a session, by the files' descriptions; damaged ones are left out.
 
     Collective: two gathers, of a few bytes for each save and shard that a rank keeps. Files of
     other sessions and trainings, of iterations not ``between`` these two, and of courses that the
@@ -161,7 +161,7 @@ def listing(
     session_id: str,
     deadline: Deadline,
 ) -> Message:
-    """What a rank tells of the files that it looks after on its node. Rank-local.
+    """A rank's description of the files that it looks after on its node. Rank-local.
 
     That is whether a save of the training ended, good shards, the newest save of another training,
     and an error: others have the copies.

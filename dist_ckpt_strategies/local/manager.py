@@ -122,7 +122,7 @@ class LocalCheckpointManager:
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """Where this rank keeps its own shard and its copies of others'."""
+        """The directory of this rank's own shard and its copies of others' shards."""
         comm = self.communicator("directory")
         return self._directory.holder_directory(comm.rank)
 
@@ -331,7 +331,7 @@ class LocalCheckpointManager:
         *,
         is_async: bool,
     ) -> Prepared:
-        """What this rank brings to a save. Rank-local."""
+        """Prepare this rank's part of a save. Rank-local."""
         self._let_finish()
         _require_usable(strategy, is_async=is_async)
         directory, clique = self._directory, Communicator([comm.rank])

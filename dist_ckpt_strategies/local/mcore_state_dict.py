@@ -87,7 +87,7 @@ class MCoreTensorAwareStateDict(ListedTensors):
         self.common_state_dict = common
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the sharded values as one text, which takes a fraction of the time."""
+        """The pickled form: the sharded values as one text, which takes a fraction of the time."""
         text, data = json.dumps(list(map(message_of, self._bare))), [v.data for v in self._bare]
         return {**super().__getstate__(), "_bare": (text, data)}
 

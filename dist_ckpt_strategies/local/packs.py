@@ -75,7 +75,7 @@ def default_local_allowed(allow: Allowed = ()) -> Allowed:
 def split_state(
     state: Any, rank: int, session_id: str, allowed: Allowed
 ) -> tuple[Contents, Layout]:
-    """What a state consists of, and the layout of its pack; the state is left as it is.
+    """The contents of a state, and the layout of its pack; the state is left as it is.
 
     ``rank`` is the global one.
 

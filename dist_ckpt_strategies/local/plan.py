@@ -40,7 +40,7 @@ class SaveId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LocalShardId:
-    """What one rank saved in one save; any rank may hold a copy."""
+    """The shard of one rank in one save; any rank may hold a copy."""
 
     save: SaveId
     global_rank: int
@@ -135,7 +135,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Who reads which shard for whom; equal on all ranks, but for ``own_rank``, who holds it.
+    """Readers and receivers of shards; equal on all ranks, except ``own_rank``, the holder.
 
     Entries are sorted by receiver, then by id.
     """

@@ -181,7 +181,7 @@ def _run(
 def _noted(
     failures: dict[tuple[int, str], CheckpointError], which: tuple[int, str]
 ) -> Iterator[None]:
-    """What is wrong with a file is reported to all ranks, which use another copy."""
+    """Note the error of a file for all ranks, which then use another copy."""
     try:
         yield
     except StorageTimeoutError:

@@ -58,7 +58,7 @@ _Background = BackgroundWork[Written] | None
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a rank brings to a save; of the stamps that of the first rank counts.
+    """A rank's part of a save; the first rank's stamp counts.
 
     ``image`` is host memory of the size of the state's pack, which is laid out there once.
     ``max_bucket_nbytes`` bounds what travels at once in each direction.

@@ -83,7 +83,7 @@ class StoredCopy:
 
 @dataclass(frozen=True, slots=True)
 class LocalScan:
-    """What there is of local checkpoints.
+    """Local checkpoints of a directory.
 
     The copies of the newest save come first, within it sorted by rank and path. Stale files, which
     a save did not finish, and issues, which names, sizes and descriptions show, are sorted by path.
@@ -101,7 +101,7 @@ class LocalScan:
 
 
 def scan_local(root: Path) -> LocalScan | None:
-    """What there is of local checkpoints; None where there is nothing, not even a stale file.
+    """The local checkpoints of a directory; None if there are none, nor a stale file.
 
     ``root`` is what a manager was given, one session's directory in it, one rank's in that, one
     shard's file, the directory of one checkpoint of the backend, or one in which several of these
@@ -159,7 +159,7 @@ def verify_local(
 
 
 def check_shard(root: Path, path: str) -> Iterator[Issue]:
-    """What is wrong with a local shard file: its description, or tensors that are not as stored."""
+    """Issues of a local shard file: its description, or tensors that are not as stored."""
     place = Directory(root)
     try:
         open_shard(place, path)

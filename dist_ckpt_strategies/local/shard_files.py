@@ -62,7 +62,7 @@ RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a shard's pack says of itself.
+    """The description in a shard's pack.
 
     Attributes:
         shard_id: iteration, rank and save.
@@ -207,7 +207,7 @@ class ShardDirectory:
             return sorted(int(name) for name in names if (self.root / name).is_dir())
 
     def holder_directory(self, global_rank: int) -> Path:
-        """Where a rank keeps its shards."""
+        """The directory of a rank's shards."""
         return self.root / str(global_rank)
 
     def lock(self, holder: int) -> Lock:

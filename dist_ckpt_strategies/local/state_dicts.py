@@ -60,7 +60,7 @@ class TensorAwareStateDict(ABC):
 
 
 class ListedTensors(TensorAwareStateDict):
-    """What this package's classes have in common: their tensors are a list, with ``names``.
+    """Base of this package's classes: their tensors are a list, with ``names``.
 
     Methods raise a PlanError where the state is hollow and should not be, or the other way round.
     """
@@ -73,7 +73,7 @@ class ListedTensors(TensorAwareStateDict):
         self._devices = [tensor.device.type for tensor in self._tensors]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but what ``pop_tensors`` notes again."""
+        """The pickled form, without the shapes that ``pop_tensors`` notes again."""
         return {**vars(self), "_shapes": []}
 
     def require_tensors(self) -> list[torch.Tensor]:

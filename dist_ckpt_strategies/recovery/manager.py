@@ -203,7 +203,7 @@ class InMemoryCheckpointManager(TrackedState):
         self._drop(f"a recovery was refused: {why}")
 
     def _answer(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; None where memory has no answer, on all ranks alike.
+        """The result of ``call``; None if memory has no answer, on all ranks alike.
 
         ``last_failure`` says why; its frames would keep the tensors that they look at.
         """
@@ -282,7 +282,7 @@ class InMemoryCheckpointManager(TrackedState):
                 raise RestartError(f"{unfinished}; without it: {error}") from error
 
     def _shards_of(self, provider: StateProvider) -> Shards:
-        """What of a state a recovery moves: here all of it."""
+        """The parts of a state that a recovery moves: here all."""
         return provider.parts()
 
     def _adopt(self, new: StateProvider, step: int, random_states: dict[int, bytes]) -> None:

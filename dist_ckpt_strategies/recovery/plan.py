@@ -35,7 +35,7 @@ _MAX_SHOWN = 8
 
 
 class Role(StrEnum):
-    """What becomes of a rank's state."""
+    """Role of a rank's state in a recovery."""
 
     KEEP = "keep"
     """It is that of the target."""
@@ -71,7 +71,7 @@ class HeldState:
 
 @dataclass(frozen=True, slots=True)
 class RankInput:
-    """What one rank has, and what it needs. Its size does not depend on the number of ranks.
+    """The state that one rank has and needs. Its size does not depend on the number of ranks.
 
     Attributes:
         wanted: the shards of its new state, sorted by id.

@@ -1,4 +1,4 @@
-"""What recovery asks of a training, and the state that it keeps in memory through a fault.
+"""The interface of a training for recovery, and its state in memory through a fault.
 
 A training has its state by name, its step, and how an update is finished. Its replicated shards
 travel as flat ranges of bytes; digests vouch for what is kept. A lock marks the time of an update.
@@ -156,7 +156,7 @@ class FlatShard(TensorBytes):
         super().__init__([tensors[name] for name in self.names])
 
     def inputs(self) -> ShardInfo:
-        """What the planner needs to know."""
+        """This rank's shards for the planner."""
         lines = [
             (name, str(tensor.dtype), list(tensor.shape))
             for name, tensor in zip(self.names, self.tensors, strict=True)
@@ -218,7 +218,7 @@ def dump_objects(value: Any) -> bytes:
 
 
 def load_objects(content: bytes) -> Any:
-    """What ``dump_objects`` was given by a rank of this job; tensors are on the CPU."""
+    """The objects that a rank of this job gave ``dump_objects``; tensors are on the CPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)  # noqa: TID251 - not from disk
 
 

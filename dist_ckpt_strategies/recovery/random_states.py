@@ -20,7 +20,7 @@ _TRACKED = "megatron/"
 
 
 def capture_random_states() -> tuple[RandomState, ...]:
-    """Where the generators of this process are: Python, NumPy, torch, CUDA, Megatron's tracker.
+    """States of this process's generators: Python, NumPy, torch, CUDA, Megatron's tracker.
 
     CUDA's only where this process uses CUDA, of its current device; Megatron's only where it has
     been set up. They can be pickled, and need no torch to be read.
@@ -78,7 +78,7 @@ class KnownRandomStates(dict[tuple[int, int], bytes]):
         return content
 
     def own(self, step: int) -> list[RandomState] | None:
-        """Those of this process; None if they are not known."""
+        """The states of this process; None if they are not known."""
         content = self.get((global_rank(), step))
         return None if content is None else list(pickle.loads(content))  # noqa: S301 - of this job
 

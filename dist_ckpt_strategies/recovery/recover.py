@@ -320,7 +320,7 @@ class Recovery:
 
 
 def _asked(what: str, call: Callable[[], T]) -> T:
-    """What a provider answers; where it raises, an error that all ranks raise alike."""
+    """A provider's answer; if it raises, an error that all ranks raise alike."""
     try:
         return call()
     except CheckpointError:
