@@ -93,7 +93,7 @@ class AbortableWaits:
         meanwhile: Callable[[], object] | None = None,
         every_s: float | None = None,
     ) -> Any:
-        """Run ``wait`` on another thread, and return or raise its result; PeerLostError at an abort.
+        """Run ``wait`` on another thread, and return its result; PeerLostError at an abort.
 
         ``meanwhile`` is called after each ``every_s`` seconds without a result. What it raises is
         raised here. The thread may go on waiting in either case.

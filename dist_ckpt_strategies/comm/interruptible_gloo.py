@@ -239,7 +239,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _allreduce(self: InterruptibleGloo, tensors: Any, options: Any = None, *args: Any) -> Any:
-    """gloo's all-reduce, and an average of whole numbers, which Lightning requests."""
+    """Gloo's all-reduce, and an average of whole numbers, which Lightning requests."""
     options = dist.AllreduceOptions() if options is None else options
     is_average = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG and not (
         tensors[0].is_floating_point() or tensors[0].is_complex()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import prune
 from dist_ckpt_strategies.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    StorageTimeoutError,
 )
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.support.entries import (
@@ -58,20 +60,22 @@ PACKS = ("safetensors", 1)
 PAGE = Path(__file__).parents[2] / "docs" / "kill_table.md"
 
 
-def state_of(value: float, rank: int = 0, size: int = 1) -> dict[str, Any]:
+def state_of(value: float, rank: int = 0, size: int = 1, key: str = "x") -> dict[str, Any]:
     """Two arrays that ranks share, an object, and common state, all of one value."""
     rows = torch.full((64 // size, 8), value)
     return {
         "w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, size)),
-        "x": ShardedTensor.from_rank_offsets("x", rows.double(), (0, rank, size)),
+        "x": ShardedTensor.from_rank_offsets(key, rows.double(), (0, rank, size)),
         "o": ShardedObject("o", value, (1,), (0,), replica_id=rank),
         "value": value,
     }
 
 
-def value_in(root: Any, entry: Entry = Entry.OURS, rank: int = 0, size: int = 1) -> Any:
+def value_in(
+    root: Any, entry: Entry = Entry.OURS, rank: int = 0, size: int = 1, key: str = "x"
+) -> Any:
     """The value that everything in a checkpoint holds; a list where it differs."""
-    found = load(entry, state_of(-1.0, rank, size), root)
+    found = load(entry, state_of(-1.0, rank, size, key), root)
     values = {*found["w"].unique().tolist(), *found["x"].unique().tolist()}
     values |= {found["o"], found["value"]}
     return values.pop() if len(values) == 1 else sorted(values)
@@ -153,9 +157,9 @@ def moment(
     return ([name for name, is_so in facts.items() if is_so] or ["nothing"])[-1]
 
 
-def seen(root: Any, entry: Entry) -> Any:
+def seen(root: Any, entry: Entry, key: str = "x") -> Any:
     """``old``, ``new`` or ``incomplete``; anything else as it is."""
-    found = outcome(partial(value_in, root, entry))
+    found = outcome(partial(value_in, root, entry, key=key))
     if isinstance(found, Failure):
         expected = {"IncompleteCheckpointError", "CheckpointNotFoundError"}
         return "incomplete" if entry is Entry.MEGATRON or expected & {*found.kinds} else found
@@ -248,6 +252,38 @@ def test_a_kill_while_another_format_is_replaced_leaves_no_mixture(
     require_on_ranks(1, kill_over_another_format, tmp_path, way)
 
 
+def kill_over(rank: int, scratch: Path, older: tuple[str, int] | None) -> None:
+    """Format 1 in a new directory, or over a checkpoint in which one array has another key."""
+    root, save = scratch / "c", dist_ckpt_strategies.save
+    if older is not None:
+        save(state_of(1.0, key="n/old"), root, older)
+    with recorded(root, scratch / "states") as states:
+        save(state_of(2.0, key="n/new"), root, ZARR, overwrite=older is not None)
+    found: list[str] = []
+    for state in states:
+        copied_to(state, root)
+        before = signature(root)
+        prune(root.parent, keep_last=1, unfinished=True, older_than_s=0, dry_run=True)
+        of_keys = {seen(root, Entry.OURS, key) for key in ("n/old", "n/new")}
+        found += [one for one in of_keys if isinstance(one, str) and one != "incomplete"] or [
+            "none"
+        ]
+        assert before == signature(root), (state, of_keys)
+        save(state_of(3.0), root, overwrite=True)
+        assert value_in(root) == 3.0, (state, of_keys)
+    assert len(found) == len(states) > 10
+    first = "none" if older is None else "old"
+    order = [one for one, _ in groupby(found)]
+    assert order in ([first, "new"], [first, "none", "new"]), found
+
+
+@pytest.mark.parametrize("older", [None, ZARR, PACKS], ids=str)
+def test_a_kill_in_a_save_of_format_1_leaves_the_old_one_the_new_one_or_none(
+    older: tuple[str, int] | None, tmp_path: Path
+) -> None:
+    require_on_ranks(1, kill_over, tmp_path, older)
+
+
 def die_alone(rank: int, root: Path, victim: int, call: str, what: str) -> Any:
     """One of two ranks dies at a call; the other learns of it."""
     prepare(60)
@@ -297,11 +333,14 @@ def test_one_rank_that_is_killed_harms_nothing(
 LIMIT_S = 3.0
 
 
-def carry_out_late(rank: int, root: Path, call: str, what: str, nth: int) -> None:
-    """A call of a commit is carried out after the save was given up, and after another try."""
+def carry_out_late(
+    rank: int, root: Path, backend: tuple[str, int], way: str, late: tuple[str, str, int]
+) -> None:
+    """A call of a save is carried out after the save was given up, and after another try."""
+    no_writer_process()
     woken, stalled = threading.Event(), threading.Event()
+    call, what, nth = late
     left = [nth]
-    save_ours(root, 1.0)
 
     def stall(_name: str, path: str) -> None:
         if str(root) in path and re.search(what, path) and not stalled.is_set():
@@ -310,37 +349,48 @@ def carry_out_late(rank: int, root: Path, call: str, what: str, nth: int) -> Non
                 stalled.set()
                 woken.wait(60)
 
-    again = partial(dist_ckpt_strategies.save, overwrite=True, timeout_s=LIMIT_S)
+    def save(value: float, **options: Any) -> None:
+        act = dist_ckpt_strategies.save_async if way == "async" else dist_ckpt_strategies.save
+        request = act(state_of(value), root, backend, overwrite=True, **options)
+        if request is not None:
+            request.wait()
+
+    save(1.0)
     with before_calls(stall, [call]):
-        failure = outcome(partial(again, state_of(2.0), root, PACKS))
-        assert isinstance(failure, Failure), failure
-        assert "StorageTimeoutError" in failure.kinds, failure
+        require_refused(partial(save, 2.0, timeout_s=LIMIT_S), StorageTimeoutError)
         between = outcome(partial(value_in, root))
         assert between in {1.0, 2.0}, between
-        other = outcome(partial(again, state_of(3.0), root, PACKS))
+        other = outcome(partial(save, 3.0, timeout_s=LIMIT_S))
         assert not isinstance(other, Failure) or "StorageTimeoutError" in other.kinds, other
         woken.set()
-        dist_ckpt_strategies.save(state_of(4.0), root, PACKS, overwrite=True)
+        save(4.0)
         assert {value_in(root, entry) for entry in Entry} == {4.0}
     until(lambda: not [t for t in threading.enumerate() if t.name == "dist-ckpt-io"])
     assert {value_in(root, entry) for entry in Entry} == {4.0}
 
 
+CHUNK, PACK = r"\.partial-.*/w/0\.0$", "packs/"
+
+
 @pytest.mark.parametrize(
-    ("call", "what", "nth"),
+    ("backend", "way", "late"),
     [
-        ("open", "/saves/", 1),
-        ("replace", r"/\.partial-", 1),
-        ("replace", r"/\.partial-", 2),
-        ("fsync", r"/c$", 1),
-        ("unlink", "packs/", 1),
-        ("writev", "packs/", 1),
+        (PACKS, "sync", ("open", "/saves/", 1)),
+        (PACKS, "sync", ("replace", r"/\.partial-", 1)),
+        (PACKS, "sync", ("replace", r"/\.partial-", 2)),
+        (PACKS, "sync", ("fsync", r"/c$", 1)),
+        (PACKS, "sync", ("unlink", PACK, 1)),
+        (PACKS, "sync", ("open", PACK, 1)),
+        (PACKS, "async", ("writev", PACK, 1)),
+        (ZARR, "sync", ("open", CHUNK, 1)),
+        (ZARR, "async", ("writev", CHUNK, 1)),
     ],
+    ids=str,
 )
 def test_a_call_of_a_save_that_was_given_up_harms_nothing(
-    call: str, what: str, nth: int, tmp_path: Path
+    backend: tuple[str, int], way: str, late: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    require_on_ranks(1, carry_out_late, tmp_path / "c", call, what, nth)
+    require_on_ranks(1, carry_out_late, tmp_path / "c", backend, way, late)
 
 
 def put_late(rank: int) -> None:
@@ -427,7 +477,7 @@ def test_readers_beside_savers_never_see_a_mixture(num_savers: int, tmp_path: Pa
             refused.extend([found] if isinstance(found, Failure) else [])
 
     savers = [threading.Thread(target=save_often, args=(n,)) for n in range(num_savers)]
-    timer = threading.Timer(10.0, over.touch)
+    timer = threading.Timer(5.0, over.touch)
     for thread in (*savers, timer):
         thread.start()
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.storage.bucket import SCHEMES, Bucket
+from tests.support.entries import prepare
 from tests.support.system_calls import before_calls
 
 _CALLS = ("open", "write", "writev", "fsync", "mkdir", "replace", "rename", "unlink", "rmdir")
@@ -36,7 +37,8 @@ def recorded(root: Path, into: Path) -> Iterator[list[Path]]:
     inside = threading.local()
 
     def copy(_name: str = "", path: str = "") -> None:
-        if getattr(inside, "copies", False) or not (path or str(root)).startswith(str(root)):
+        is_elsewhere = path.startswith("/") and not path.startswith(str(root))
+        if getattr(inside, "copies", False) or is_elsewhere:
             return
         with copying:
             inside.copies = True
@@ -131,5 +133,6 @@ def copied_to(state: Path, root: Path) -> Path:
 
 
 def no_writer_process() -> None:
-    """Have saves in the background write in this process, where they can be seen."""
-    os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
+    """Have saves in the background write in this process, by calls that can be seen."""
+    os.environ |= {"DIST_CKPT_WRITER_PROCESS": "0", "DIST_CKPT_DIRECT_IO": "0"}
+    prepare(60)

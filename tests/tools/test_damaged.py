@@ -14,7 +14,12 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, copy, diff, upgrade
-from dist_ckpt_strategies.errors import ArrayNotFoundError, IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    IncompleteCheckpointError,
+    PlanError,
+    StorageError,
+)
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.tools.diff import Difference
@@ -266,6 +271,15 @@ def test_an_upgraded_checkpoint_equals_the_old_one(saved: Path, tmp_path: Path) 
     assert (found.key, found.num_differing) == ("optimizer.state.fp32_param.w", 63)
 
 
+def test_keys_of_which_an_upgrade_would_make_one_are_refused(tmp_path: Path) -> None:
+    twin = ShardedTensor.from_rank_offsets("optimizer.state.param.w", torch.ones(2))
+    dist_ckpt_strategies.save(state() | {"twin": twin}, tmp_path / "old", ("zarr", 1))
+
+    with pytest.raises(PlanError, match=r"param\.w: two arrays of the source would have this key"):
+        upgrade(tmp_path / "old", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 # copy
 
 
@@ -393,6 +407,14 @@ def two_blocks() -> dict[str, Any]:
     return tensors | {"o": ShardedObject("o", {"n": 1}, (1,), (0,)), "iteration": 7}
 
 
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of these; not to be changed."""
+    root = tmp_path_factory.mktemp("two") / "c"
+    dist_ckpt_strategies.save(two_blocks(), root)
+    return root
+
+
 def test_a_segment_of_one_array_tells_the_box_around_its_blocks(tmp_path: Path) -> None:
     tensors = two_blocks()
     boxes: list[Any] = []
@@ -423,10 +445,9 @@ def load_all(root: Path) -> None:
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
 def test_an_index_that_a_writer_got_wrong_is_an_error_and_no_value(
-    change: Callable[[IndexParts], Any], tmp_path: Path
+    change: Callable[[IndexParts], Any], two_saved: Path, tmp_path: Path
 ) -> None:
-    dist_ckpt_strategies.save(two_blocks(), tmp_path / "c")
-    root = with_index(tmp_path / "c", change)
+    root = with_index(copied(two_saved, tmp_path / "c"), change)
     acts: dict[str, Callable[[], Any]] = {
         "open": partial(read_all, root),
         "load": partial(load_all, root),
@@ -436,8 +457,9 @@ def test_an_index_that_a_writer_got_wrong_is_an_error_and_no_value(
         with pytest.raises(StorageError) as caught:
             act()
         assert str(root) in caught.value.message, name
-    assert run("verify", root).exit_code in {1, 3}
-    assert "unexpected" not in run("verify", root).output + run("inspect", root).output
+    verified = run("verify", root)
+    assert verified.exit_code in {1, 3}
+    assert "unexpected" not in verified.output + run("inspect", root).output
     assert rebuild_index(root, force=True) is not None
     read_all(root)
 
