@@ -296,7 +296,7 @@ def test_a_part_is_copied_in_the_format_of_the_source(
     assert opened.common["iteration"] == 7
     assert (report.num_arrays, report.num_objects) == (2, 1)
     assert diff(saved / name, tmp_path / "part", keys="model.*").is_equal
-    with pytest.raises(ArrayNotFoundError, match="nothing whose keys match 'modle"):
+    with pytest.raises(ArrayNotFoundError, match="whose key matches 'modle"):
         copy(saved / name, tmp_path / "none", keys="modle.*")
 
 
