@@ -253,7 +253,8 @@ def _overhead_table(overhead: Found) -> Iterator[str]:
     for line in overhead.of_kind("rounds"):
         row = [line["candidate"], _number(statistics.median(line["ms_per_step"])), "-", "-", "-"]
         if more := added.get(line["candidate"]):
-            cpu_ms = _number(more["cpu_ms_per_rank_step"])
+            measured_ms = more.get("cpu_ms_per_rank_step")  # older results have none
+            cpu_ms = "-" if measured_ms is None else _number(measured_ms)
             row[2:] = _number(more["ms_per_step"]), f"{100 * more['share']:.2f} %", cpu_ms
         rows.append(row)
     if rows:

@@ -110,7 +110,8 @@ def exchange(
 ) -> list[Message]:
     """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
 
-    Collective: either every rank returns, or every rank raises. Between two ranks the n-th outgoing
+    Collective: a gather before and two after the messages, with ``finish`` one. Either every rank
+    returns, or every rank raises. Between two ranks the n-th outgoing
     block meets the n-th incoming one, of the same size. A local failure does not stop the exchange:
     this rank sends placeholder bytes, and every rank raises at the end.
 
