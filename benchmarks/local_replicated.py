@@ -201,8 +201,8 @@ def measure(nbytes: int, names: Sequence[str], place: Path, repetitions: int) ->
 def main() -> None:
     """Save, load and recover local checkpoints with every candidate in turn."""
     parser = Parser(__doc__)
-    parser.add_comparison(NAMES, (LOCAL_BASELINE,), sizes_gb=())
-    parser.add_argument("--mib", type=int, default=256, help="MiB of each rank's state (256)")
+    parser.add_comparison(NAMES, (LOCAL_BASELINE,), sizes_gb=(), repetitions=3)
+    parser.add_argument("--mib", type=int, default=32, help="MiB of each rank's state (32)")
     options = parser.parse()
     nbytes = (1 if options.smoke else options.mib) * _MIB
     with open_output(options.out, __file__) as output:

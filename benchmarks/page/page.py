@@ -274,12 +274,15 @@ def _overhead_table(overhead: Found) -> Iterator[str]:
     added = {line["candidate"]: line for line in overhead.of_kind("summary")}
     rows = []
     for line in overhead.of_kind("rounds"):
-        row = [line["candidate"], _number(statistics.median(line["ms_per_step"])), "-", "-"]
+        row = [line["candidate"], _number(statistics.median(line["ms_per_step"])), "-", "-", "-"]
         if more := added.get(line["candidate"]):
-            row[2:] = _number(more["ms_per_step"]), f"{100 * more['share']:.2f} %"
+            measured_ms = more.get("cpu_ms_per_rank_step")  # older results have none
+            cpu_ms = "-" if measured_ms is None else _number(measured_ms)
+            row[2:] = _number(more["ms_per_step"]), f"{100 * more['share']:.2f} %", cpu_ms
         rows.append(row)
     if rows:
-        yield table(("without faults", "ms per step", "added", "of a step of 0.5 s"), rows)
+        times = ("ms per step", "added", "of a step of 0.5 s", "added CPU ms per rank")
+        yield table(("without faults", *times), rows)
 
 
 _GROWTH: Final = (

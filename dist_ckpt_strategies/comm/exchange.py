@@ -32,7 +32,7 @@ MESSAGE_NBYTES = 8 << 20
 """A larger message gains nothing, and leaves the processor's cache before its digest is taken."""
 
 _NUM_THREADS = 4
-"""Threads that read, and as many that take what has arrived."""
+"""Most threads that read, and most that take what has arrived: one of each for each rank."""
 
 _SEND_SLOTS = 3
 _RECEIVE_SLOTS = 2
@@ -110,7 +110,8 @@ def exchange(
 ) -> list[Message]:
     """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
 
-    Collective: either every rank returns, or every rank raises. Between two ranks the n-th outgoing
+    Collective: a gather before and two after the messages, with ``finish`` one. Either every rank
+    returns, or every rank raises. Between two ranks the n-th outgoing
     block meets the n-th incoming one, of the same size. A local failure does not stop the exchange:
     this rank sends placeholder bytes, and every rank raises at the end.
 
@@ -207,7 +208,10 @@ class Rounds:
         self._hosts: defaultdict[tuple[bool, int], HostSnapshot] = defaultdict(HostSnapshot)
         self._failures: list[Exception] = []
         self._failed: set[Outgoing | Incoming] = set()
-        self.threads = OrderedQueues(2 * _NUM_THREADS if outgoing or incoming else 0)
+        ranks = sorted(ends[0] | ends[1])
+        self._num_threads = min(_NUM_THREADS, len(ranks))
+        self._thread_of = {rank: n % self._num_threads for n, rank in enumerate(ranks)}
+        self.threads = OrderedQueues(2 * self._num_threads)
 
     def _new_memory(self) -> torch.Tensor:
         if self._comm.device.type == "cpu":
@@ -248,7 +252,7 @@ class Rounds:
             taking.append([])
             for rank, content in landed.items():
                 block = self._incoming[rank][coming[rank].block]
-                thread = _NUM_THREADS + rank % _NUM_THREADS
+                thread = self._num_threads + self._thread_of[rank]
                 take = self.threads.submit(thread, self._take, rank, coming[rank], content)
                 taking[-1].append((block, take))
         while taking:
@@ -261,8 +265,8 @@ class Rounds:
         for rank, parts in sent.items():
             if number < len(parts):
                 memory = self._memory[True, rank][number % _SEND_SLOTS]
-                thread = rank % _NUM_THREADS
-                read = self.threads.submit(thread, self._read, rank, parts[number], memory)
+                part, thread = parts[number], self._thread_of[rank]
+                read = self.threads.submit(thread, self._read, rank, part, memory)
                 begun[rank] = parts[number], read
         return begun
 

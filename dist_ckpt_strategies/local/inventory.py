@@ -107,14 +107,14 @@ def gather_inventory(
         name = run_within(deadline, directory, directory.name)
         return [name, "" if comm.rank else run_within(deadline, directory, directory.training_id)]
 
-    names, (training_id, *_) = zip(*run_and_gather(comm, describe), strict=True)
+    names, (training_id, *_) = zip(*run_and_gather(comm, describe), strict=True)  # 1
     nodes = nodes_of(names)
 
     def look() -> Message:
         deadline = Deadline.after(WORK * timeout_s)
         return listing(directory, comm.rank, nodes, training_id, session_id, deadline)
 
-    answers = run_and_gather(comm, look)
+    answers = run_and_gather(comm, look)  # 2
     return build_inventory(directory, nodes, answers, training_id, between)
 
 

@@ -1,4 +1,9 @@
-"""Retrieve the newest save that is whole: from this node's disk, or from ranks that have copies."""
+"""Retrieve the newest save that is whole: from this node's disk, or from ranks that have copies.
+
+In a load the ranks talk five times: about their directories (1) and the files in these (2), for
+the inventory; before the packs travel (3), and about copies that cannot be used (4), both again
+where there are any; and about the states that the packs give (5).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -161,7 +166,7 @@ def _run(
     sizes = {
         rank: {id_: copy.nbytes for id_, copy in by_id.items()} for rank, by_id in copies.items()
     }
-    answers = exchange(
+    answers = exchange(  # 3, 4
         comm,
         lambda: pack_blocks(comm, plan.entries, sizes, read, received),
         verify,

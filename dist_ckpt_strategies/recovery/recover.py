@@ -1,4 +1,9 @@
-"""Get all ranks to the same step: finish steps, send state, gather the weights."""
+"""Get all ranks to the same step: finish steps, send state, gather the weights.
+
+The ranks talk five times: about what they have (1), about what they are ready to send (2), and
+around the exchange, about its memory (3), its digests (4) and its end (5). Where weights are
+gathered they talk twice more: about the gather (6), and when the devices have done it (7).
+"""
 
 import base64
 import logging
@@ -104,7 +109,7 @@ class Recovery:
         def describe() -> str:
             return base64.b85encode(pickle.dumps(self._input())).decode()
 
-        contents = map(base64.b85decode, run_and_gather(self._comm, describe))
+        contents = map(base64.b85decode, run_and_gather(self._comm, describe))  # 1
         inputs = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
         require_equal_layouts(inputs)
         return build_recovery_plan(inputs)
@@ -130,7 +135,7 @@ class Recovery:
 
         Collective: either every rank returns, or every rank raises, and then the new state is
         unusable on ranks that were to receive. The in-memory state changes only where its step is
-        finished. Four gathers beside the transfer, two more where weights are gathered.
+        finished.
 
         The plan is equal on all ranks. ``finish_step`` finishes the in-memory state's step from its
         gradients, and notes that. ``adopt`` is called at the end with the target, and the random
@@ -145,7 +150,7 @@ class Recovery:
             CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
         """
         comm, started = self._comm, time.monotonic()
-        prepared = run_and_gather(comm, lambda: self._prepared(plan, finish_step))
+        prepared = run_and_gather(comm, lambda: self._prepared(plan, finish_step))  # 2
         self._raise_if_any([why for why, *_ in prepared], UnfinishedStepError)
         require_equal_copies([digests for *_, digests in prepared])
         on_filling()
@@ -157,14 +162,15 @@ class Recovery:
             if not plan.needs_gather:
                 adopt(plan.target, random)
 
-        exchange(
+        exchange(  # 3, 4, 5
             comm,
             lambda: self._blocks(plan, [dict(sizes) for _, sizes, _ in prepared]),
             complete=complete,
             max_inflight_nbytes=_MAX_INFLIGHT_NBYTES,
         )
         if plan.needs_gather:
-            lost = run_and_gather(comm, partial(self._lost_over, self._new.gather_weights))
+            gather = partial(self._lost_over, self._new.gather_weights)
+            lost = run_and_gather(comm, gather)  # 6
             self._raise_if_any(lost, partial(PeerLostError, None))
 
             def end() -> None:  # only now: a rank that has failed would be waited for
@@ -173,7 +179,7 @@ class Recovery:
                     raise PeerLostError(None, why)
                 adopt(plan.target, random)
 
-            run_collectively(comm, end)
+            run_collectively(comm, end)  # 7
         return self._report(plan, time.monotonic() - started)
 
     def _input(self) -> RankInput:
