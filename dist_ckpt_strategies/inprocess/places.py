@@ -159,9 +159,8 @@ class Places:
         The guard is told when each look at the store was begun that found the place to be this
         node's. It has to kill the workers if no more such news come.
         """
-        self._thread = threading.Thread(
-            target=self._keep, args=(tell_guard,), name="dist-ckpt-place", daemon=True
-        )
+        self._tell_guard = tell_guard
+        self._thread = threading.Thread(target=self._keep, name="dist-ckpt-place", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -236,10 +235,10 @@ class Places:
 
     # On the thread
 
-    def _keep(self, tell_guard: Callable[[str], object]) -> None:
+    def _keep(self) -> None:
         """Take a place and renew it, until the job ends or another node has it."""
         try:
-            ended = self._renew_until_the_end(tell_guard)
+            ended = self._renew_until_the_end()
         except RestartError as error:
             ended = Ended(GAVE_UP, error.message)
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing renews the place
@@ -247,9 +246,9 @@ class Places:
         self._post(ended)
         if ended.code == FENCED:  # the main thread may be held up
             with suppress(PeerLostError):  # the guard is gone: it has fired
-                tell_guard("fence")
+                self._tell_guard("fence")
 
-    def _renew_until_the_end(self, tell_guard: Callable[[str], object]) -> Ended:
+    def _renew_until_the_end(self) -> Ended:
         """How the job has ended.
 
         Raises a PeerLostError if another node has the place, or the store does not answer, and a
@@ -257,11 +256,11 @@ class Places:
         """
         if self._nodes.is_store_only and self._host is None:
             return Ended(0, "another agent of this machine hosts the store")
-        self._look_around(tell_guard)
+        self._look_around()
         while self._closed is None and not self._is_stopped:
             self._has_news.wait(self._nodes.ttl_s / _RENEWALS_PER_TTL)
             self._has_news.clear()
-            self._look_around(tell_guard)
+            self._look_around()
         return self._closed or Ended(0, "")
 
     def _require_same_job(self) -> None:
@@ -283,7 +282,7 @@ class Places:
                 f"options: expected {ours}, found {found}; start all agents with the same options"
             )
 
-    def _look_around(self, tell_guard: Callable[[str], object]) -> None:
+    def _look_around(self) -> None:
         """Renew what this node has; then do what falls to it where other nodes are lost."""
         begun = time.monotonic()
         if self._key and not self._is_done():
@@ -292,9 +291,9 @@ class Places:
         closed = self._store.get(_CLOSED)
         if closed is not None:
             self._closed = Ended(*json.loads(closed))
-            tell_guard("renewed inf")  # no node takes the place any more
+            self._tell_guard("renewed inf")  # no node takes the place any more
             return
-        tell_guard(f"renewed {begun}")
+        self._tell_guard(f"renewed {begun}")
         is_idle = self._place is None or self._is_done()
         self._watch_others(is_idle=is_idle)
         if not self._key and not self._nodes.is_store_only:

@@ -6,8 +6,6 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -226,35 +224,6 @@ train()
     assert re.search("error: 4 attempts in a row .* no route to host", text)
     assert len(list(agents.directory.glob("attempt of 1*"))) == 4
     assert len(agents.pids("rank1")) == 2
-
-
-FREEZER = Path("/sys/fs/cgroup/freezer")
-"""Of control groups 1: a frozen process is in the kernel, where SIGKILL does not reach it."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.access(FREEZER, os.W_OK), reason="needs root and a freezer cgroup")
-def test_a_worker_that_cannot_be_killed_ends_its_agent(agents: Agents) -> None:
-    body = f"{BEATS}Path(f'beats{{rank}}.{{os.getpid()}}').touch()\nwait_for('never')"
-    agent = agents.start(body, "--nproc", "2", "--heartbeat-timeout", "3")
-    group = FREEZER / f"dist-ckpt-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "cgroup.procs").write_text(str(agents.worker("beats1")))
-        (group / "freezer.state").write_text("FROZEN")
-        assert agents.code(agent) == 88
-        assert re.search("rank 1 is gone: it was killed after", agents.output(agent))
-        assert not any(map(is_running, agents.pids("rank0")))
-    finally:
-        (group / "freezer.state").write_text("THAWED")
-        agents.require_ended()
-
-        def is_removed() -> bool:
-            with suppress(OSError):  # the kernel still removes the process
-                group.rmdir()
-            return not group.exists()
-
-        until(is_removed)
 
 
 SECOND_BLOCK = """

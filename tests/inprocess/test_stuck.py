@@ -58,7 +58,7 @@ def test_a_node_whose_worker_does_not_end_leaves_the_job(agents: Agents, mountpo
     agents.worker("train0")
     until(Path(f"{mountpoint}.read").exists)
     os.kill(stuck, signal.SIGKILL)
-    assert agents.code(agent) != 0
+    assert agents.code(agent) == 88
     assert "rank 1 is gone: it was killed" in agents.output(agent)
     assert "the kernel does not end it; this node leaves the job" in agents.output(agent)
     assert is_running(stuck)

@@ -17,6 +17,7 @@ from dist_ckpt_strategies.integrations.lightning import (
     TieredCheckpointCallback,
 )
 from tests.seams.rank import (
+    LIMIT_S,
     NUM_STEPS,
     PACE_S,
     SHARED,
@@ -105,7 +106,7 @@ def train(seams: Seams, call: HPCallWrapper | None = None) -> None:
         strategy=DDPStrategy(
             process_group_backend="interruptible_gloo" if call else "gloo",
             find_unused_parameters=True,
-            timeout=timedelta(seconds=seams.limit_s),
+            timeout=timedelta(seconds=LIMIT_S),
         ),
         **QUIET,
     )

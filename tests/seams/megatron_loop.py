@@ -27,7 +27,17 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.integrations import megatron_lm, megatron_lm_recovery
 from dist_ckpt_strategies.recovery import MegatronStateProvider
 from tests.recovery.megatron_training import MICRO_BATCH, Task, build, gradients, schedule_of
-from tests.seams.rank import CELL, NUM_STEPS, PACE_S, SAVE_EVERY, SHARED, Seams, digest
+from tests.seams.rank import (
+    BARRIER_S,
+    CELL,
+    LIMIT_S,
+    NUM_STEPS,
+    PACE_S,
+    SAVE_EVERY,
+    SHARED,
+    Seams,
+    digest,
+)
 
 KIND = {"distrib_optim_sharding_type": "dp_reshardable"}
 TRACKER = SHARED / "root" / "latest_checkpointed_iteration.txt"
@@ -182,7 +192,9 @@ class Stand:
         args = self.get_args()
         self.seams.join()
         parallel_state.initialize_model_parallel(
-            num_distributed_optimizer_instances=2, create_gloo_process_groups=False
+            num_distributed_optimizer_instances=2,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=LIMIT_S / 60,
         )
         model, optimizer, schedule = self.training.setup_model_and_optimizer("model")
         self.seams.note("load", args.iteration)
@@ -225,7 +237,7 @@ def train(seams: Seams) -> None:
         stand.variables.set_global_variables(arguments())
     pretrain = stand.pretrain
     if CELL["wraps"]:
-        limits = {"max_attempts": 6, "barrier_timeout_s": 20}
+        limits = {"max_attempts": 6, "barrier_timeout_s": BARRIER_S}
         pretrain = megatron_lm_recovery.restarting(pretrain, seams.memory, **limits)
     with cpu_stand_ins():
         pretrain()

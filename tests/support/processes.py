@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dist_ckpt_strategies.inprocess.node_guard import kill_session
+
 _ROOT = Path(__file__).resolve().parents[2]
 _T = TypeVar("_T")
 
@@ -27,17 +29,26 @@ def ended(
     variables: Mapping[str, str] | None = None,
     limit_s: float = 250.0,
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with these variables in its environment."""
-    return subprocess.run(
+    """A command that has ended, with these variables in its environment.
+
+    After the limit it is killed with all that it has started.
+    """
+    with subprocess.Popen(
         [*map(str, command)],
         cwd=cwd,
         env={**os.environ, **(variables or {})},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=limit_s,
-        check=False,
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        except BaseException:
+            kill_session(process.pid)
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def finished(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
