@@ -45,7 +45,6 @@ class StepCommit:
         self._limit = timedelta(seconds=timeout_s)
         self._gpu_timeout_s = timeout_s if gpu_timeout_s is None else gpu_timeout_s
         self._capacity: int | None = None
-        self._is_agreed = False
         self.is_new = True
 
     def replicate(self, content: bytes) -> dict[int, bytes]:
@@ -85,10 +84,6 @@ class StepCommit:
     def should_commit(self, step: int) -> bool:
         """Whether all ranks are at the same step. Collective over the ranks that commit.
 
-        The first compares the numbers. From then on each rank counts one step for each commit, so
-        that on the host a barrier is enough: log2 of the ranks messages, one after the other, where
-        gloo's all_reduce takes twice the ranks.
-
         A rank takes part once the gradients that its GPU reduces are there, over whatever group.
         Raises a PeerTimeoutError if they are not there in time, and a PeerLostError if
         communication was ended before: they may be garbage then.
@@ -97,19 +92,12 @@ class StepCommit:
             return True
         self.await_gradients(step)
         device = message_device(self._group)
-        if self._is_agreed and device.type == "cpu":
-            options = dist.BarrierOptions()
-            options.device = device
-            group: Any = self._group or dist.group.WORLD
-            self._wait(group.barrier(opts=options))
-            raise_if_aborted()
-            return True
         value = torch.tensor([step, -step], dtype=torch.int64, device=device)
-        self._wait(dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        work: Any = dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work.wait(self._limit)
         found = value.tolist()
         raise_if_aborted()
-        self._is_agreed = found == [step, -step]
-        return self._is_agreed
+        return bool(found == [step, -step])
 
     def await_gradients(self, step: int) -> None:
         """Return when the GPU has done what was queued on this thread's stream; see await_gpu."""
@@ -120,10 +108,8 @@ class StepCommit:
         mine = mine.to(message_device(self._replicas))
         found = mine.new_empty((dist.get_world_size(self._replicas), mine.numel()))
         rows = list(found.unbind())
-        self._wait(dist.all_gather(rows, mine, group=self._replicas, async_op=True))
+        work: Any = dist.all_gather(rows, mine, group=self._replicas, async_op=True)
+        work.wait(self._limit)
         found = found.cpu()
         raise_if_aborted()
         return found
-
-    def _wait(self, work: Any) -> None:
-        work.wait(self._limit)

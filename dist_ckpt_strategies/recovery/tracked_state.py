@@ -104,7 +104,7 @@ class TrackedState:
     def vote(self) -> None:
         """Commit the step with all ranks, after the last change of a gradient; then it counts.
 
-        Collective: a barrier of those that commit, and the random states among the replicas. What
+        Collective: two numbers among those that commit, the random states among the replicas. What
         needs other ranks for the update, such as the norm of the gradients, comes before.
 
         Raises:
