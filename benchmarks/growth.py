@@ -4,7 +4,7 @@
 
 Each rank holds 16 MiB: rows of each of 64 float32 arrays, and the arrays grow with the ranks. Each
 way is called through its own ``save`` and ``load``; the second call counts for bytes, calls and
-memory, the third for collectives. Nothing is timed, so a busy machine gives the same figures.
+memory, the third for collectives. Nothing is timed, so a busy machine gives the same counts.
 
 Bytes and calls are those of ``/proc/self/io``, with threads and ended child processes: ``wchar``,
 ``rchar``, ``syscw``, ``syscr``. Memory is how far ``VmHWM`` rises above what is resident when the

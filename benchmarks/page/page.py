@@ -23,10 +23,12 @@ _HEAD: Final = """\
 # Measurements
 
 Is it faster? Medians of rounds in which both take turns, on two cores that all ranks share. This
-package digests all that it writes and verifies all that it reads; the others do neither."""
+package digests all that it writes and verifies all that it reads; torch_dist, FileSystemWriter and
+NVRx do neither."""
 
 _YOURS: Final = """\
-More than 1 is in favour of this package. On your storage, in two minutes:
+Times as fast is the median over rounds; more than 1 is in favour of this package. On your
+storage, in two minutes:
 [`dist-ckpt bench DIR`](cli.md#bench)."""
 
 _METHOD: Final = """\
@@ -287,7 +289,7 @@ def _overhead_table(overhead: Found) -> Iterator[str]:
 
 _GROWTH: Final = (
     "Each rank holds 16 MiB, rows of 64 arrays; of each figure the most of any rank. Calls include "
-    "those of gloo's sockets. None of this depends on how busy the machine is. Samples: "
+    "those of gloo's sockets. Only the memory differs from run to run. Samples: "
     "`benchmarks/results/growth.jsonl`."
 )
 

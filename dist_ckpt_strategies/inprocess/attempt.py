@@ -232,11 +232,6 @@ class Attempt:
         """The state that abort, finalize and health checks get."""
         return replace(self._state, fault=self.fault)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the block, or the end of communication after a fault, may still run."""
-        return self._stage < Stage.STOPPED
-
     def start(self) -> None:
         """Watch for faults from now on."""
         self._interrupter.prepare()

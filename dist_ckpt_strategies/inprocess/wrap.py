@@ -163,6 +163,7 @@ class HPCallWrapper:
     def __init__(self, wrapper: HPWrapper) -> None:
         self.wrapper = wrapper
         self.step_upon_restart = 0
+        self._is_in_block = False
         self.num_attempts = 0
         self.last_fault: Any = None
         self._client: RendezvousClient | None = None
@@ -201,8 +202,8 @@ class HPCallWrapper:
                     self.restart(interruption)
                     del interruption  # its cause may hold tensors
         except BaseException as error:  # a request to leave the process gives up too
-            if self._attempt is not None and self._attempt.is_running:
-                self._leave(self._attempt, error)
+            if self._is_in_block:
+                self._leave(error)
             raise
         finally:
             self.shutdown()
@@ -214,6 +215,7 @@ class HPCallWrapper:
         self.step_upon_restart = 0
         self._idle.begin_attempt()
         update_environment({"TORCHELASTIC_RESTART_COUNT": str(self._round)})
+        self._is_in_block = True
 
     def start_hp_fault_handling_thread(self) -> None:
         """Watch for faults from now on, and interrupt the function when there is one."""
@@ -269,6 +271,7 @@ class HPCallWrapper:
             RestartError: as ``run``.
         """
         attempt = self._running()
+        self._is_in_block = False
         attempt.wait_stopped()
         self.last_fault = attempt.fault
         train_ex = term_ex.__cause__
@@ -311,20 +314,21 @@ class HPCallWrapper:
                 raise
             leaving = error
         attempt = self._running()
+        self._is_in_block = False
         if not self._opened().finish(attempt.restart_round, self.wrapper.finish_timeout_s):
             attempt.wait_stopped()
             raise RankShouldRestart(attempt.fault)
-        attempt.end()
         if leaving is not None:
             raise leaving
         return value
 
-    def _leave(self, attempt: Attempt, error: BaseException) -> None:
+    def _leave(self, error: BaseException) -> None:
         """The block has been left for good: report why, and end all communication.
 
         A pending wait that returned while the interpreter exits would abort the process, in place
         of its own exit code.
         """
+        attempt = self._running()
         try:
             if not attempt.hears_within(_LEAVE_S if isinstance(error, SystemExit) else 0.0):
                 attempt.report(error)

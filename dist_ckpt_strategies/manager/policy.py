@@ -109,7 +109,7 @@ class ManagerOptions:
         on_unchanged: see ``save``; of global saves. The local manager has its own.
         poll_every_steps: at multiples of this step number, one small gather finds out whether a
             signal has arrived, ``every_minutes`` have passed, or a save has ended. There is no
-            gather if none of these is possible.
+            gather if none of these is possible; with ``should_save`` there is one in each step.
         preemption_signals: after one of these signals on any rank, the next poll saves the state,
             and every rank raises SystemExit. Handled in the main thread.
         exit_code: exit code of that SystemExit; ``dist-ckpt run`` takes all but 143 for a death.

@@ -125,7 +125,7 @@ class Poller:
         if not (asks_caller or is_due or (running and due is Tier.LOCAL)):
             return answers
         failures: list[Exception] = []
-        wanted = self._wanted(step, tiers or (), failures) if asks_caller else 0
+        wanted = self._wanted(comm, step, tiers or (), failures) if asks_caller else 0
         numbers = comm.begin_gather(self._answer(saves) | wanted)
         if due is None and not asks_caller and comm.device.type != "cpu":
             self._pending = numbers, running
@@ -142,13 +142,18 @@ class Poller:
         is_done = running is not None and running.request.done()
         return _PREEMPTED * self.is_preempted() | _LATE * is_late | _DONE * is_done
 
-    def _wanted(self, step: int, tiers: Collection[Tier], failures: list[Exception]) -> int:
+    def _wanted(
+        self, comm: Communicator, step: int, tiers: Collection[Tier], failures: list[Exception]
+    ) -> int:
         """The answer of ``should_save``, as bits; an error is added to ``failures``. Rank-local."""
         try:
             tier = self._policy.asked(step, tiers)
         except Exception as error:  # noqa: BLE001 - raised on all ranks after the gather
             failures.append(error)
             return _FAILED
+        except BaseException as error:  # this rank leaves: peers learn why
+            comm.note_failure(error)
+            raise
         return _GLOBAL * (tier is Tier.GLOBAL) | _LOCAL * (tier is Tier.LOCAL)
 
 

@@ -300,7 +300,7 @@ class _Conversion:
             matching = "" if self.keys is None else f" whose key matches {self.keys!r}"
             kind = "array of a model" if is_model else "array or object"
             raise ArrayNotFoundError(
-                f"{opened.root}: expected an {kind}{matching}, found none among its {len(opened)} "
+                f"{opened.root}: expected an {kind}{matching}, found none; it has {len(opened)} "
                 "arrays"
             )
         if self.skip_damaged:

@@ -184,6 +184,7 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Pat
     require_on_ranks(4, go_on, str(tmp_path))
 
 
+@pytest.mark.timeout(600)  # ten processes start in turn
 def test_megatrons_queue_finalises_a_local_save_and_tells_when_one_has_failed(
     tmp_path: Path,
 ) -> None:

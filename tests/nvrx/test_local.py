@@ -88,6 +88,7 @@ def test_it_comes_back_as_it_was(kind: Any, is_async: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(600)  # ten processes start in turn
 @pytest.mark.parametrize("scope", ["local", "global"])
 def test_nvrxs_queue_finalises_a_save_and_tells_when_one_has_failed(
     scope: str, tmp_path: Path

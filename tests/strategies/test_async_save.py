@@ -41,6 +41,7 @@ save_async = dist_ckpt_strategies.save_async
 OVERTAKEN = "another save to it started before this one ended"
 
 
+@pytest.mark.timeout(600)  # ten processes start in turn
 def test_megatrons_queue_finalises_saves_of_all_formats(tmp_path: Path) -> None:
     run_queue(tmp_path, "megatron", "global")
 
