@@ -145,6 +145,9 @@ class Job:
                     "PYTHONPATH": str(ROOT),
                     "PYTHONWARNINGS": "ignore",
                     "PYTHONDONTWRITEBYTECODE": "",  # it takes each process 1 s to do without
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(
+                        int(not self.cell.wraps)
+                    ),  # recovery.md
                     "RES_OPTIONS": "attempts:0",  # see tests/conftest.py
                     "GLOO_SOCKET_IFNAME": "lo",
                     "OMP_NUM_THREADS": "1",
