@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
+from dist_ckpt_strategies.inprocess.job import FENCED, GAVE_UP, Ended, Nodes, Placed
+from dist_ckpt_strategies.inprocess.places import Places
 from dist_ckpt_strategies.inprocess.rendezvous import Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreRendezvous
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
@@ -240,7 +243,7 @@ def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_round(
 # A store that falls silent, or is gone
 
 SIZE = 3
-SILENCE_S = 3.0
+SILENCE_S, TTL_S = 3.0, 4.0
 SLACK_S = 10.0
 """For a busy machine."""
 
@@ -295,3 +298,32 @@ def test_a_store_that_is_silent_or_gone_is_named_by_every_rank_within_the_limit(
 ) -> None:
     for seconds in run_processes(SIZE, loses_its_store, store, number, makes_group=False):
         assert seconds < SILENCE_S + SLACK_S
+
+
+def next_of(kind: type, news: SimpleQueue[Any]) -> Any:
+    """The next news of that kind; notes are passed over."""
+    return next(one for one in iter(lambda: news.get(timeout=LIMIT_S), None) if type(one) is kind)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_job_whose_store_is_lost_cannot_be_closed_and_its_workers_are_fenced(
+    store: tuple[int, int], number: int
+) -> None:
+    pid, port = store
+    news, told = SimpleQueue[Any](), list[str]()
+    nodes = Nodes(num_nodes=1, num_ranks=1, ttl_s=TTL_S, endpoint=(HOST, port))
+    places = Places(nodes, news.put, print)
+    places.start(told.append)
+    next_of(Placed, news)
+
+    os.kill(pid, number)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"{HOST}:{port} does not answer"):
+        places.close(GAVE_UP, "workers have died too often")
+    ended = next_of(Ended, news)
+    places.leave([], 0.0, is_fenced=True, is_done=False)
+
+    assert time.monotonic() - began < TTL_S + 2 * SLACK_S
+    assert (ended.code, f"{HOST}:{port}" in ended.why) == (FENCED, True)
+    assert told[-1] == "fence"
