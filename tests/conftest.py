@@ -7,6 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.processes import PYTHONPATH
+from tests.support.quick_start import sitecustomize  # noqa: F401 - before Megatron-Core
+
+os.environ["PYTHONPATH"] = PYTHONPATH
+
 # torch looks up the name of every peer that a store's client connects to. Where no name server
 # answers, that takes 5 s; /etc/hosts is still read.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")

@@ -2,10 +2,13 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -34,8 +37,8 @@ from tests.support.pages import (
     expected_outputs,
     python_blocks,
 )
-from tests.support.processes import finished, run_script
-from tests.support.ranks import run_processes
+from tests.support.processes import finished
+from tests.support.ranks import allow_processes, done_by, run_processes
 
 _BETWEEN = "--- next block ---"
 
@@ -289,6 +292,15 @@ CHANGES = {
 """What one process has not: other nodes and their directories, and ranks to start."""
 
 
+def run_page(_: int, script: Path) -> str:
+    """What a script prints, in its directory. Body of a rank: it starts without an import."""
+    allow_processes()
+    os.chdir(script.parent)
+    with redirect_stdout(StringIO()) as out:
+        runpy.run_path(str(script), run_name="__main__")
+    return out.getvalue()
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
@@ -302,10 +314,9 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_pa
         code = code.replace(old, new)
     script.write_text(code)
 
-    done = run_script(script)
+    (output,) = done_by(1, run_page, script, makes_group=False)
 
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]
+    printed = output.split(f"{_BETWEEN}\n")[1:-1]
     expected = expected_outputs(page)
     assert [None if e is None else p for p, e in zip(printed, expected, strict=True)] == expected
 
@@ -390,7 +401,6 @@ _SCENES = {
 """What makes the directories that the commands of a page name."""
 
 _QUIET = {
-    "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
@@ -457,9 +467,7 @@ def test_the_commands_of_a_page_print_what_the_page_says(name: str, tmp_path: Pa
 def test_the_terminal_pictures_can_be_drawn(tmp_path: Path) -> None:
     script = ROOT / "docs" / "pictures.py"
 
-    finished(
-        sys.executable, script, "--out", tmp_path, "verify", variables={"PYTHONPATH": str(ROOT)}
-    )
+    finished(sys.executable, script, "--out", tmp_path, "verify")
 
     drawn = (tmp_path / "verify.svg").read_text().replace("&#160;", " ")
     assert "$ dist-ckpt verify checkpoint" in drawn

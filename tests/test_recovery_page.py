@@ -126,7 +126,7 @@ def test_the_plain_script_continues_after_an_exception_and_a_death_and_from_each
         assert later == [[begin, *steps[step:]] for steps in expected]
     script = tmp_path / "train.py"
     script.write_text(changed(plain, FAULTS))
-    variables = {"PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {"RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
 
     launched = (*LAUNCHER, "--nproc", str(PLAIN_SIZE), script)
     done = finished(*launched, cwd=tmp_path, variables=variables)

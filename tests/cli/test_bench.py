@@ -1,7 +1,6 @@
 """``dist-ckpt bench``: what it shows, and that it leaves nothing behind."""
 
 import json
-import shutil
 import signal
 import statistics
 from contextlib import suppress
@@ -60,10 +59,7 @@ def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("ending", "statuses"), [("sigterm", {143}), ("error", {2, 3})])
-def test_however_it_ends_neither_files_nor_processes_are_left(
-    ending: str, statuses: set[int], tmp_path: Path
-) -> None:
+def test_a_bench_that_is_ended_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
     place, scratch = tmp_path / "place", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()
@@ -73,20 +69,13 @@ def test_however_it_ends_neither_files_nor_processes_are_left(
     try:
         until(lambda: any(place.rglob("rank*.bin")))
         assert processes_with(f"TMPDIR={scratch}")
-        if ending == "error":
-            shutil.rmtree(next(place.glob("dist-ckpt-bench-*")), ignore_errors=True)
-        else:
-            process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=150)
     finally:
         process.kill()
         process.communicate()
 
-    # 2 if Megatron-Core, on rank 0 alone, was the first to miss the directory.
-    assert process.returncode in statuses, stderr
-    if ending == "error":
-        # torch_dist's own process may write a traceback before: its sockets need short paths.
-        assert any(line.startswith("error: ") for line in stderr.splitlines())
+    assert process.returncode == 143, stderr
     assert [path.name for path in place.iterdir()] == ["mine"]
     assert list(scratch.glob("dist-ckpt*")) == []
     until(lambda: not processes_with(f"TMPDIR={scratch}"))

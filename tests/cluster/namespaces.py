@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
+from tests.support.processes import PYTHONPATH
+
 ROOT = Path(__file__).parents[2]
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "bash")
 _LIMIT_S = 60
@@ -85,7 +87,7 @@ class Node:
         variables = {
             **os.environ,
             "HOSTNAME": self.name,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
             "RES_OPTIONS": "attempts:0",  # see tests/conftest.py
             **(environment or {}),
         }

@@ -11,13 +11,11 @@ import pytest
 from tests.support.ports import HOST, free_port
 from tests.support.processes import is_running, until
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 200
 RUN = (sys.executable, "-m", "dist_ckpt_strategies.cli", "run")
 Agent = subprocess.Popen[str]
 
 VARIABLES = {
-    "PYTHONPATH": str(ROOT),
     "RES_OPTIONS": "attempts:0",  # see tests/conftest.py
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",

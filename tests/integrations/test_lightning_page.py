@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 
 def run(*command: str, cwd: Path) -> str:
-    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     return finished(sys.executable, "-W", "ignore", *command, cwd=cwd, variables=variables).stdout
 
 

@@ -36,7 +36,6 @@ from tests.local.clique_worlds import (
     values_of,
 )
 from tests.support.entries import require_on_ranks
-from tests.support.queues import run_queue
 from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -182,10 +181,3 @@ def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Pat
     assert isinstance(killed, RankDiedError)
     assert all(kind != "ok" for kind, _ in others), others
     require_on_ranks(4, go_on, str(tmp_path))
-
-
-@pytest.mark.timeout(600)  # ten processes start in turn
-def test_megatrons_queue_finalises_a_local_save_and_tells_when_one_has_failed(
-    tmp_path: Path,
-) -> None:
-    run_queue(tmp_path, "megatron")

@@ -13,7 +13,6 @@ import torch
 from dist_ckpt_strategies import local
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.kept import own_parameters, require_understood
-from tests.support.queues import run_queue
 
 nvrx: Any = pytest.importorskip(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
@@ -85,15 +84,6 @@ def test_it_comes_back_as_it_was(kind: Any, is_async: bool, tmp_path: Path) -> N
     assert type(loaded) is kind
     assert loaded.name == "mine"
     assert torch.equal(next(iter(loaded.tensors)), before)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.timeout(600)  # ten processes start in turn
-@pytest.mark.parametrize("scope", ["local", "global"])
-def test_nvrxs_queue_finalises_a_save_and_tells_when_one_has_failed(
-    scope: str, tmp_path: Path
-) -> None:
-    run_queue(tmp_path, "nvrx", scope)
 
 
 def test_a_queue_that_converts_nothing_gets_a_request_of_its_own_class(tmp_path: Path) -> None:

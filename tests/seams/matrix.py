@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.support.ports import HOST, free_port
-from tests.support.processes import is_running, process_state, until
+from tests.support.processes import PYTHONPATH, is_running, process_state, until
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("run", "torchrun")
@@ -142,7 +142,7 @@ class Job:
                     "SEAMS_SHARED": str(self.directory),
                     "SEAMS_CELL": json.dumps(asdict(self.cell)),
                     "SEAMS_NODE": node,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": PYTHONPATH,
                     "PYTHONWARNINGS": "ignore",
                     "PYTHONDONTWRITEBYTECODE": "",  # it takes each process 1 s to do without
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(

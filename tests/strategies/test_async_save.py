@@ -30,7 +30,6 @@ from tests.support.entries import (
 )
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.processes import is_running, until
-from tests.support.queues import run_queue
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
@@ -39,11 +38,6 @@ pytestmark = pytest.mark.multiprocess
 Backend = tuple[str, int]
 save_async = dist_ckpt_strategies.save_async
 OVERTAKEN = "another save to it started before this one ended"
-
-
-@pytest.mark.timeout(600)  # ten processes start in turn
-def test_megatrons_queue_finalises_saves_of_all_formats(tmp_path: Path) -> None:
-    run_queue(tmp_path, "megatron", "global")
 
 
 def weight(rank: int, rows: int = 30_000) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 from dist_ckpt_strategies.inprocess.node_guard import kill_session
 
 _ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = f"{Path(__file__).with_name('quick_start')}{os.pathsep}{_ROOT}"
+"""Of what a test starts."""
+
 _T = TypeVar("_T")
 
 
@@ -60,7 +63,7 @@ def finished(*command: str | Path, **options: Any) -> subprocess.CompletedProces
 
 def run_script(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """A script that has ended, which finds only what it imports itself, where the script is."""
-    variables = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    variables = {"GLOO_SOCKET_IFNAME": "lo"}
     python = (sys.executable, "-W", "ignore")
     return ended(*python, script, *args, cwd=script.parent, variables=variables)
 

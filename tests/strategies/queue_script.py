@@ -1,11 +1,12 @@
 """A script: asynchronous saves through a queue of each kind, with its worker forked or spawned.
 
 What queues ask of CUDA is answered for a CPU at the top level, since a spawned worker runs this
-file again, as a module. Local and global saves go through the queue of Megatron-Core or of NVRx.
+file again, as a module. Local and global saves go through each queue.
 
-    python queue_script.py DIRECTORY local|global megatron|nvrx PORT
+    python queue_script.py DIRECTORY PORT megatron [nvrx]
 """
 
+import itertools
 import os
 import resource
 import sys
@@ -55,26 +56,23 @@ QUEUES = {
 }
 
 
-def main(rank: int, directory: str, scope: str, owner: str, port: int) -> None:
+def main(rank: int, directory: Path, port: int, *owners: str) -> None:
     """One rank: for each kind of queue saves that succeed and saves that fail."""
     os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, rank=rank, world_size=NUM_RANKS)
     cliques = LazyCliqueReplicationStrategy(1, 2, timeout_s=40)
-    if scope == "global":
-        dist_ckpt_strategies.register()
-        use_tensorstore(Path(directory))
-    for mode in ("temporal", "persistent"):
+    dist_ckpt_strategies.register()
+    use_tensorstore(directory)
+    for owner, mode in itertools.product(owners, ("temporal", "persistent")):
         make = import_module(QUEUES[owner]).AsyncCallsQueue
         needs_gpu = "cpu_shm_mode" in signature(make.__init__).parameters  # NVRx from 0.6 on
         later = {"cpu_shm_mode": True} if needs_gpu else {}
         queue = make(persistent=mode == "persistent", **later)
-        if scope == "global":
-            use_queue(rank, queue, Path(directory) / mode)
-        else:
-            root = Path(directory) / mode / f"node{rank}"
-            manager = LocalCheckpointManager(root, repl_strategy=cliques, timeout_s=40)
-            save_twice(rank, manager, queue)
+        place = directory / owner / mode
+        use_queue(rank, queue, place)
+        node = place / f"node{rank}"
+        save_twice(rank, LocalCheckpointManager(node, repl_strategy=cliques, timeout_s=40), queue)
         queue.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -105,7 +103,7 @@ def save_twice(rank: int, manager: Any, queue: Any) -> None:
     state = BasicTensorAwareStateDict({"w": weight})
     index = queue.schedule_async_request(manager.save(state, 1, is_async=True))
     weight.zero_()
-    assert finalised_one(queue) == [index]
+    assert finalised_one(queue) in ([index], [0])  # NVRx says 0 of each
     assert manager.load()[0].state_dict["w"].unique().tolist() == [float(rank)]
     with small_files(rank):
         queue.schedule_async_request(manager.save(state, 2, is_async=True))
@@ -171,5 +169,5 @@ def require_saved(rank: int, queue: Any, strategy: Any, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = (*sys.argv[1:4], int(sys.argv[4]))
-    multiprocessing.spawn(main, args=arguments, nprocs=NUM_RANKS)  # type: ignore[attr-defined,no-untyped-call]
+    arguments = (Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    multiprocessing.start_processes(main, arguments, NUM_RANKS, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
