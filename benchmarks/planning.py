@@ -226,14 +226,15 @@ def main() -> None:
     sizes = [16] if options.smoke else options.ranks
     if any(size < _TENSOR_PARALLEL or size % _TENSOR_PARALLEL for size in sizes):
         parser.error(f"--ranks {sizes}: expected multiples of {_TENSOR_PARALLEL}")
-    with open_output(options.out, __file__) as output:
+    fresh = None if options.smoke else 1  # a process for each plan
+    pool = ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=fresh)
+    with open_output(options.out, __file__) as output, pool:
         for name, planner in PLANNERS.items():
             for size in sizes:
                 # 1,024 ranks describe as many shards with a sixteenth of the arrays.
                 num_arrays = 80 if options.smoke else options.arrays * 64 // max(64, size)
                 job = Job(size, max(80, num_arrays))
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                    cost = pool.submit(planner, job).result()
+                cost = pool.submit(planner, job).result()
                 output.write("planning", **cost, planner=name, job=asdict(job))
 
 

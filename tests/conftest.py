@@ -29,13 +29,13 @@ settings.load_profile("suite")
 _LONG = (
     *("cluster", "faults/test_campaign.py", "packaging", "seams", "stores"),
     *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
-    *("inprocess/test_nodes.py", "test_doc_scripts.py", "test_recovery_page.py"),
+    *("inprocess/test_nodes.py", "strategies/test_queues.py", "test_recovery_page.py"),
 )
-"""Campaigns, jobs of several launchers, servers, the wheel, and the pages' scripts."""
+"""Campaigns, jobs of several launchers, servers, queues' processes, the wheel."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what ``tox -e long`` runs, and ``tox -e py`` does not; a server is another process."""
+    """Mark what ``tox -e py`` leaves to CI; a server is another process."""
     root = Path(__file__).parent
     for item in items:
         if any(item.path.is_relative_to(root / name) for name in _LONG):

@@ -432,6 +432,7 @@ def test_every_page_with_outputs_of_commands_has_a_scene() -> None:
     assert pages == set(_SCENES)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", _SCENES)
 def test_the_commands_of_a_page_print_what_the_page_says(name: str, tmp_path: Path) -> None:
@@ -463,6 +464,7 @@ def test_the_commands_of_a_page_print_what_the_page_says(name: str, tmp_path: Pa
             assert found == shown
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_terminal_pictures_can_be_drawn(tmp_path: Path) -> None:
     script = ROOT / "docs" / "pictures.py"

@@ -179,6 +179,12 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed, keeps_meta: bool = Fal
         StorageError: it cannot be pickled, or not be unpickled.
     """
     content = dump_object(obj, name=name, keeps_meta=keeps_meta)
+    require_loadable(content, name=name, allow=allow)
+    return content
+
+
+def require_loadable(content: bytes, *, name: str, allow: Allowed) -> None:
+    """Raise what ``dump_loadable`` raises, for what ``dump_object`` has returned."""
     with allowing(allow):
         try:
             _unpickled(content)
@@ -186,7 +192,6 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed, keeps_meta: bool = Fal
             unsafe = _unsafe_error(error, content, name)
             text = f"{name} cannot be saved: a load would fail: {error}"
             raise unsafe or StorageError(text, key=name) from error
-    return content
 
 
 def _unpickled(content: bytes) -> Any:

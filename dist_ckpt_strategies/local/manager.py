@@ -166,7 +166,8 @@ class LocalCheckpointManager:
 
         Raises:
             PlanError: ranks differ in arguments or session, or a tensor cannot be stored.
-            UnsafeObjectError: an object is of a class that is not allowed.
+            UnsafeObjectError: an object is of a class that is not allowed; with ``is_async``, the
+                request raises it.
             CheckpointChangedError: another job saves in this directory and session.
             StorageError: a shard cannot be written, as on a full disk.
             StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``, the group
@@ -353,7 +354,7 @@ class LocalCheckpointManager:
             raise PlanError(text) from None
         # A state may have begun to copy its tensors to the host.
         await_gpu(self.timeout_s, f"local save of iteration {number}")
-        contents, layout = split_state(state, comm.rank, self.session_id, self._allowed)
+        contents, layout = split_state(state, comm.rank, self.session_id)
         slot = (layout.packs[0].nbytes,), torch.uint8
         (image,) = self._memory.places([slot], is_pinned=uses_cuda())
         return Prepared(
@@ -361,6 +362,7 @@ class LocalCheckpointManager:
             stamp=f"{time.time_ns():016x}{os.urandom(2).hex()}{training_id}",
             is_async=bool(is_async),
             contents=contents,
+            allowed=self._allowed,
             layout=layout,
             image=image,
             clique=clique,

@@ -27,8 +27,9 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     default_allowed,
-    dump_loadable,
+    dump_object,
     load_content,
+    require_loadable,
 )
 from dist_ckpt_strategies.formats.pack import MAX_BLOCKS, Layout, PackLimits, lay_out
 from dist_ckpt_strategies.formats.pack_read import BlockReads, read_content, read_jobs
@@ -72,16 +73,13 @@ def default_local_allowed(allow: Allowed = ()) -> Allowed:
     return (*default_allowed(), *plain, *states, *allow)
 
 
-def split_state(
-    state: Any, rank: int, session_id: str, allowed: Allowed
-) -> tuple[Contents, Layout]:
+def split_state(state: Any, rank: int, session_id: str) -> tuple[Contents, Layout]:
     """The contents of a state, and the layout of its pack; the state is left as it is.
 
-    ``rank`` is the global one.
+    ``rank`` is the global one. ``require_allowed`` looks at its classes, which takes longer.
 
     Raises:
         StrategyError: it is no TensorAwareStateDict.
-        UnsafeObjectError: it holds an object of a class that is not allowed.
         PlanError: it is hollow, or a tensor cannot be stored.
     """
     if not (hasattr(state, "pop_tensors") and hasattr(state, "insert_tensors")):
@@ -100,7 +98,7 @@ def split_state(
     names = [text.encode(errors="backslashreplace").decode() for text in texts]
     for name, tensor in zip(names, tensors, strict=True):
         require_plain(tensor, key=name)
-    content = _description(state, names, allowed)
+    content = _description(state, names)
     regions = [Region.whole(tuple(tensor.shape)) for tensor in tensors]
     shards = tuple(
         ShardSpec(ShardId(name, region), region.shape, DType.named(str(tensor.dtype), key=name))
@@ -122,13 +120,19 @@ def split_state(
     return Contents(shards, plain, objects=((STATE, content),)), layout
 
 
-def _description(state: Any, names: Sequence[str], allowed: Allowed) -> bytes:
+def require_allowed(contents: Contents, allowed: Allowed) -> None:
+    """Raise an UnsafeObjectError if a state holds an object of a class that is not allowed."""
+    ((_, description),) = contents.objects
+    require_loadable(description, name=_NAME, allow=allowed)
+
+
+def _description(state: Any, names: Sequence[str]) -> bytes:
     """The state without its tensors, and name and kind of device of each, pickled."""
     tensors = list(state.pop_tensors())
     try:
         devices = [tensor.device.type for tensor in tensors]
         hollow = {"names": names, "devices": devices, "state": state}
-        return dump_loadable(hollow, name=_NAME, allow=allowed, keeps_meta=True)
+        return dump_object(hollow, name=_NAME, keeps_meta=True)
     finally:
         state.insert_tensors(tensors)
 
@@ -144,7 +148,8 @@ def _kind_of(state: Any) -> str:
 
 def sealed_image(state: Any, rank: int, allowed: Allowed) -> torch.Tensor:
     """The pack of a state that is of no save, in new host memory."""
-    contents, layout = split_state(state, rank, "", allowed)
+    contents, layout = split_state(state, rank, "")
+    require_allowed(contents, allowed)
     image = host_memory(layout.packs[0].nbytes, is_pinned=False)
     copy_contents(contents, layout, image)
     seal(layout.packs[0], image.numpy(), str(SaveId(0, "0")), 1)

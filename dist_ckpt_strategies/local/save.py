@@ -24,9 +24,11 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.pack import Digests, Layout
 from dist_ckpt_strategies.formats.pack_write import seal
 from dist_ckpt_strategies.local.inventory import Inventory, build_inventory, listing, nodes_of
+from dist_ckpt_strategies.local.packs import require_allowed
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardWriter
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork, yield_to_training
@@ -68,6 +70,7 @@ class Prepared:
     stamp: str
     is_async: bool
     contents: Contents
+    allowed: Allowed
     layout: Layout
     image: torch.Tensor
     clique: Communicator
@@ -189,6 +192,7 @@ def write_shards(started: Started) -> Written:
 
     Raises:
         StorageError: a file cannot be written.
+        UnsafeObjectError: this rank's state holds an object of a class that is not allowed.
     """
     own, rounds, sizes = started.own, started.rounds, started.sizes
     began, deadline = time.monotonic(), Deadline.after(WORK * own.timeout_s)
@@ -199,6 +203,7 @@ def write_shards(started: Started) -> Written:
     with rounds.threads:
         rounds.run(max(1, min(share, MESSAGE_NBYTES)), deadline)
     rounds.require_success()
+    require_allowed(own.contents, own.allowed)  # peers have not waited for this
     flushes = [Job(None, writer, writer.flush) for writer in started.writers]
     Transfer(flushes, len(flushes)).wait(deadline.left_s)
     own_nbytes = own.image.numel()

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(90
 
 @pytest.mark.parametrize(
     "campaign",
-    [Campaign(1, 18, 0, 0), Campaign(3, 1, 68, 0), Campaign(4, 0, 0, 75)],
+    [Campaign(1, 8, 0, 0), Campaign(3, 1, 68, 0), Campaign(4, 0, 0, 40)],
     ids=str,
 )
 def test_the_oracle_finds_nothing_wrong(campaign: Campaign, tmp_path: Path) -> None:

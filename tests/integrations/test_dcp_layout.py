@@ -82,6 +82,7 @@ def train(
     return done.returncode, set(re.findall(r"END .*", done.stdout)), text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_training_of_the_page_ends_with_the_same_bits_after_faults(tmp_path: Path) -> None:
     code, whole_run, text = train(tmp_path / "whole", 1)

@@ -150,7 +150,7 @@ def test_every_rank_of_a_load_learns_of_it(size: int, tmp_path: Path) -> None:
 
 
 def load_what_each_rank_sees(rank: int, scratch: Path) -> None:
-    prepare(60)
+    prepare(12)
     for stored in FORMATS:
         for value, name in enumerate("ab"):
             save_anew(scratch / name, state(value, rank, 2), stored)
