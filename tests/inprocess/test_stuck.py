@@ -16,9 +16,7 @@ from tests.support.processes import is_running, until
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 STUCK = """
-import threading
 from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper
-from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 def read():
     Path(f"stuck.{{os.getpid()}}").touch()
     open("{0}/file", "rb", buffering=0).read(10)
@@ -63,24 +61,3 @@ def test_a_node_whose_worker_does_not_end_leaves_the_job(agents: Agents, mountpo
     assert "the kernel does not end it; this node leaves the job" in agents.output(agent)
     assert is_running(stuck)
     assert not is_running(agents.worker("train0"))
-
-
-def test_a_spare_that_does_not_end_is_replaced(agents: Agents, mountpoint: Path) -> None:
-    body = STUCK.format(mountpoint) + (
-        "if rank is None and is_first('spare'):\n"
-        "    threading.Thread(target=read, daemon=True).start()\n"
-        "wait_rank()\n"
-        "train()"
-    )
-    agent = agents.start(body, "--nproc", "1", "--spares", "1", "--heartbeat-timeout", "3")
-    stuck, first = agents.worker("stuck"), agents.worker("train0")
-    until(Path(f"{mountpoint}.read").exists)
-    os.kill(stuck, signal.SIGKILL)
-    until(lambda: len(agents.pids("spare")) == 2, 100)
-    os.kill(first, signal.SIGKILL)
-    until(lambda: len(agents.pids("train0")) == 2)
-    agents.go()
-    assert agents.code(agent) == 0, agents.output(agent)
-    assert "a spare is gone: it was killed after its heartbeats had ended, and the kernel does" in (
-        agents.output(agent)
-    )

@@ -10,14 +10,10 @@ from tests.seams.matrix import FAULTS, LAUNCHERS, LOOPS, SAVES, drawn, run_cell
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 SAMPLE = {
-    "plain": (
-        ("run", "local", "kill"),
-        ("torchrun", "manager", "SIGTERM"),
-        ("torchrun", "none", "exception"),
-    ),
-    "Lightning": (("run", "manager", "SIGTERM"), ("torchrun", "local", "kill")),
-    "Megatron-LM": (("run", "manager", "kill"), ("torchrun", "local", "exception")),
-    "DCP": (("run", "none", "stop"), ("torchrun", "manager", "kill")),
+    "plain": (("run", "local", "kill"), ("torchrun", "manager", "exception")),
+    "Lightning": (("torchrun", "local", "kill"),),
+    "Megatron-LM": (("run", "manager", "SIGTERM"),),
+    "DCP": (("run", "none", "stop"),),
 }
 NEEDS = {"Lightning": "lightning", "Megatron-LM": "einops"}
 
