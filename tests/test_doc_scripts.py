@@ -162,9 +162,11 @@ import sys, types
 training = sys.modules["megatron.training"] = types.ModuleType("training")
 checkpointing = sys.modules["megatron.training.checkpointing"] = types.ModuleType("checkpointing")
 checkpointing.dist_checkpointing = dist_checkpointing
+Path(checkpoint_dir).mkdir()
 """
 
 _MEGATRON_LM_AFTER = """
+assert torch.equal(state_dict["w"], torch.arange(6.0))
 Path("later").mkdir()
 checkpointing.dist_checkpointing.save(sharded_state_dict(), "later")
 assert checkpointing.dist_checkpointing.load(Both()(), "later").keys() == {"w"}
@@ -190,9 +192,13 @@ class Model(torch.nn.Linear):
 model, checkpoint_dir = Model(3, 2), "old"
 kind = {{"distrib_optim_sharding_type": "fully_reshardable"}}
 saved = [value.clone() for value in model.parameters()]
-def save(prefix):
+def save(prefix, place):
+    for value, old in zip(model.parameters(), saved):
+        value.data.copy_(old)
     state = {{"model": model.sharded_state_dict(prefix)}}
-    package.save(state, "old", ("zarr", 1), content_metadata=kind)
+    package.save(state, place, ("zarr", 1), content_metadata=kind)
+    zero()
+def zero():
     for value in model.parameters():
         value.data.zero_()
 """
@@ -201,10 +207,6 @@ _MIGRATE_AFTER = """
 assert all(map(torch.equal, model.parameters(), saved))
 assert (missing, unexpected) == (set(), set())
 assert dist_checkpointing.load_content_metadata(checkpoint_dir) == kind
-"""
-
-_NEMO_AFTER = """
-assert all(map(torch.equal, model.parameters(), saved))
 arrays = package.load({}, "converted/iter_0000001", strict="return_all")[1]
 assert arrays == {"weight", "bias"}
 """
@@ -257,15 +259,16 @@ assert blocks == set(names[1:]), blocks
 SCRIPTS = {
     **{f"docs/{name}.md": ("", "") for name in ("quickstart", "errors", "tuning", "operations")},
     "README.md": (_README_BEFORE, _README_AFTER),
-    "docs/releases.md": (f"{_STATE}\nPath(checkpoint_dir).mkdir()", _LOADED),
     "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
     "docs/contributing.md": (_STATE, _CONTRIBUTING_AFTER),
     "docs/convert.md": (f"{_STATE}\npackage.save(sharded_state_dict, 'old', ('zarr', 1))", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
     "docs/packs.md": (_PACKS_BEFORE, ""),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
-    "docs/migrate.md": (f"{_MODEL}\nsave('')", _MIGRATE_AFTER),
-    "docs/nemo.md": (f"{_MODEL}\nsave('model.')", _NEMO_AFTER),
+    "docs/migrate.md": (
+        f"{_MODEL}\nsave('model.', 'model/model_weights')\nsave('', 'old')",
+        _MIGRATE_AFTER,
+    ),
     "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
     "docs/cli.md": ("import os\nos.mkdir('checkpoints')", "assert report.removed == ()"),
     "docs/manager.md": (_WORLD_OF_ONE, ""),
@@ -286,6 +289,12 @@ CHANGES = {
         "replication_jump=8, replication_factor=2": "replication_jump=1, replication_factor=1",
     },
     "docs/cli.md": {'"/checkpoints"': '"checkpoints"'},
+    "docs/migrate.md": {
+        'sharded = model.sharded_state_dict(prefix="model.")': """
+assert all(map(torch.equal, model.parameters(), saved))
+zero()
+sharded = model.sharded_state_dict(prefix="model.")"""
+    },
     "docs/dcp.md": {'if __name__ == "__main__"': "if None"},
     "docs/adapters.md": {"state = load(": "[t.zero_() for t in tensors]\nstate = load("},
 }

@@ -58,7 +58,7 @@ class HPAgentK8sAPIFactory:
     """Creates rendezvous clients over the agent of a cluster, as ``hp_api_factory`` of HPWrapper.
 
     Args:
-        client: client of the agent, any object with the six calls of docs/recovery_agent.md; None:
+        client: client of the agent, any object with the six calls of docs/design/recovery.md; None:
             that of the package hyperpod-elastic-agent.
     """
 
@@ -80,13 +80,13 @@ class HPAgentK8sAPIFactory:
             except ImportError as error:
                 raise MissingDependencyError(
                     "HPAgentK8sAPIFactory without a client needs the agent's package: install "
-                    "hyperpod-elastic-agent, or give it a client (docs/recovery_agent.md)"
+                    "hyperpod-elastic-agent, or give it a client (docs/design/recovery.md)"
                 ) from error
             self._client = ipc.InProcessRestartSocketClient()
         missing = [name for name in _CALLS if not callable(getattr(self._client, name, None))]
         if missing:
             raise StrategyError(
-                f"{type(self._client).__name__}: expected the calls of docs/recovery_agent.md, it "
+                f"{type(self._client).__name__}: expected the calls of docs/design/recovery.md, it "
                 f"lacks {', '.join(missing)}; give HPAgentK8sAPIFactory a client that translates"
             )
         found = AgentRendezvous(self._client)

@@ -1,7 +1,7 @@
 """Megatron-Bridge's training with this package's checkpoints, by ``custom_manager_class``.
 
 Importing this imports nothing of Bridge. What it expects there is the same in 0.5, in 0.6 and on
-the main branch. See docs/bridge.md.
+the main branch. See docs/stacks.md.
 """
 
 from importlib import import_module

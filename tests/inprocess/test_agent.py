@@ -38,7 +38,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Client:
-    """The six calls of docs/recovery_agent.md, over a job's store."""
+    """The six calls of docs/design/recovery.md, over a job's store."""
 
     def __init__(self, store_port: int, rank: int = 0, size: int = 1, master_port: int = 0) -> None:
         variables = (("JOB", "7"), ("MASTER_ADDR", HOST), ("MASTER_PORT", str(master_port)))
@@ -134,7 +134,7 @@ def test_a_place_that_makes_no_sense_is_refused(store_port: int) -> None:
 
 
 def test_the_script_of_the_page_runs_with_a_client(store_port: int) -> None:
-    (script,) = python_blocks(ROOT / "docs" / "recovery_agent.md")
+    (script,) = python_blocks(ROOT / "docs" / "design" / "recovery.md")
     client = Client(store_port)
 
     exec(script, {"client": client})  # noqa: S102 - our own page
