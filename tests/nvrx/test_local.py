@@ -16,7 +16,7 @@ from tests.support.kept import own_parameters, require_understood
 
 nvrx: Any = pytest.importorskip(
     "nvidia_resiliency_ext.checkpointing.local.base_state_dict",
-    reason="needs nvidia-resiliency-ext, which tox installs",
+    reason="needs nvidia-resiliency-ext",
 )
 AsyncRequest: Any = import_module(
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core"

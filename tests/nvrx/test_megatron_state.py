@@ -17,7 +17,7 @@ from tests.local.test_mcore_state_dict import ARRAYS, manager_of, require_equal
 from tests.local.test_mcore_state_dict import state_of as shared_state_of
 from tests.support.ranks import done_by, run_processes
 
-pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext, which tox installs")
+pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext")
 
 pytestmark = pytest.mark.multiprocess
 
