@@ -222,21 +222,6 @@ def test_every_flipped_byte_and_every_cut_of_a_pack_is_found(
         assert issues_of(small, whole + b"\0", expected)
 
 
-def test_damage_is_told_by_block_bytes_file_and_rank(small: Written) -> None:
-    (record,), table = small.records, small.layout.table
-    with small_ranges(64):
-        for row, (_, start, _) in enumerate(table.place.tolist()):
-            shard = ShardId(table.keys[table.array[row]], table.region(row))
-            if 0 in shard.region.shape:
-                continue
-            changed = bytearray(small.place.files[file_of(record.name)])
-            at = record.data_start + start
-            changed[at] ^= 4
-            (issue,) = issues_of(small, bytes(changed), record)
-            assert (issue.key, issue.path) == (shard.key, file_of(record.name))
-            assert f"{shard.region}, written by rank 3: bytes {at} to " in issue.expected
-
-
 def test_reads_find_every_flipped_byte_of_blocks_and_digests(small: Written) -> None:
     (record,), table = small.records, small.layout.table
     name = file_of(record.name)

@@ -257,15 +257,6 @@ def test_a_refused_installation_leaves_the_earlier_one_as_it_was(
     assert held() == before
 
 
-def test_the_block_of_a_test_puts_everything_back() -> None:
-    before = held()
-
-    with dist_ckpt_strategies.installed(sharded_strategy=ZARR):
-        assert dist_checkpointing.save is serialization.save is not before[0]
-
-    assert held() == before
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [

@@ -145,7 +145,7 @@ def test_faults_one_after_the_other_at_any_point_of_an_epoch_change_nothing(
     rng = random.Random(1)
     undisturbed = run_alone(tmp_path / "undisturbed", [], loops)
     num_steps = undisturbed[0][1]
-    for number in range(4):
+    for number in range(2):
         faults = [
             PlannedFault(0, rng.randrange(num_steps), rng.choice(list(FaultPoint)))
             for _ in range(4)

@@ -60,8 +60,6 @@ class Config:
     ckpt_format: str = "torch_dist"
     async_save: bool = False
     async_strategy: str = "nvrx"
-    fully_parallel_save: bool = True
-    fully_parallel_load: bool = True
     non_persistent_ckpt_type: str | None = None
     dist_ckpt_strictness: str = "assume_ok_unexpected"
 
@@ -104,11 +102,9 @@ class DefaultCheckpointManager:
         is_first = "save_strategy" not in context
         if is_first:
             strategy: Any = get_default_save_sharded_strategy("torch_dist")
-            if config.fully_parallel_save:
-                strategy = FullyParallelSaveStrategyWrapper(
-                    strategy, dist.group.WORLD, do_cache_distribution=True
-                )
-            context["save_strategy"] = strategy
+            context["save_strategy"] = FullyParallelSaveStrategyWrapper(
+                strategy, dist.group.WORLD, do_cache_distribution=True
+            )
         request = sys.modules[NAME].dist_checkpointing.save(
             ctx.model,
             str(root),
@@ -147,8 +143,7 @@ class DefaultCheckpointManager:
         metadata = core.load_content_metadata(preloaded_state_dict=common)
         assert metadata == {"distrib_optim_sharding_type": "dp_reshardable"}
         loader: Any = get_default_load_sharded_strategy(str(root))
-        if config.fully_parallel_load:
-            loader = FullyParallelLoadStrategyWrapper(loader, dist.group.WORLD)
+        loader = FullyParallelLoadStrategyWrapper(loader, dist.group.WORLD)
         self.checkpointing_context["load_strategy"] = loader
         ctx.state_dict = core.load(
             ctx.model,
@@ -224,7 +219,7 @@ def require_loaded(manager: Any, state: GlobalState, step: int) -> None:
 
 
 def train(_: int, scratch: Path) -> None:
-    """In the foreground: an iteration is saved once more; the second manager shares no work."""
+    """In the foreground: an iteration is saved once more."""
     provide_bridge()
     manager, state = create_checkpoint_manager(Config(str(scratch))), GlobalState()
     fired: list[str] = []
@@ -236,9 +231,6 @@ def train(_: int, scratch: Path) -> None:
     assert (state.finalised, len(fired)) == ([1, 2, 2], 3)
     require_loaded(manager, state, 2)
     assert {"save_strategy", "load_strategy"} <= set(manager.checkpointing_context)
-
-    alone = Config(str(scratch), fully_parallel_save=False, fully_parallel_load=False)
-    require_loaded(create_checkpoint_manager(alone), state, 2)
 
 
 def train_in_the_background(rank: int, scratch: Path) -> None:

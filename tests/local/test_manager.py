@@ -39,7 +39,6 @@ from tests.support.leaks import open_files_below, threads_left
 from tests.support.processes import until
 from tests.support.ranks import run_processes
 from tests.support.system_calls import before_calls
-from tests.support.thread_ranks import ThreadCommunicator
 
 LOSSES: dict[str, tuple[int, int, int, Sequence[str]]] = {
     "the first node": (4, 2, 2003, ["node0"]),
@@ -332,30 +331,6 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
     for kind, _ in run_threads(4, load_all, tmp_path, flipped=(2, number)):
         assert kind == "NoReplicasAvailableError"
     assert run_threads(4, load_all, tmp_path) == [("ok", "5")] * 4
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_ranks_talk_three_times_in_a_save(
-    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gather, talks = ThreadCommunicator.all_gather, list[str]()
-
-    def counted(comm: ThreadCommunicator, item: Any) -> list[Any]:
-        if comm.rank == 0 and not (isinstance(item, list) and "the end of" in str(item)):
-            talks.append(threading.current_thread().name)
-        return gather(comm, item)
-
-    def body(node: Node) -> None:
-        manager = node.manager(4, 1)
-        node.save(manager, 1)
-        node.once(lambda: monkeypatch.setattr(ThreadCommunicator, "all_gather", counted))
-        talks.clear()
-        request = manager.save(state_of(node.rank, 2), 2, is_async)
-        if request is not None:
-            request.wait()
-
-    run_threads(4, body, tmp_path)
-    assert len(talks) == 3
 
 
 def test_a_manager_refuses_what_makes_no_sense(tmp_path: Path) -> None:

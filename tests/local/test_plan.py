@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import Region, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.plan import (
-    LocalShardId,
-    SaveId,
     build_cliques,
     build_exchange_plan,
-    build_retention,
-    missing_ranks,
 )
 from dist_ckpt_strategies.local.reshard import build_reshard_plan
 from tests.support.regions import Split, regions_in, spec_of, splits, times_covered
@@ -47,26 +43,6 @@ def test_twenty_ranks_on_nodes_of_eight_as_the_page_works_out() -> None:
     assert build_cliques(20, 8, 2, allow_uneven=True) == (
         (0, 8), (1, 9), (2, 10), (3, 11), (4, 12, 16), (5, 13, 17), (6, 14, 18), (7, 15, 19),
     )  # fmt: skip
-
-
-def test_the_later_of_two_saves_of_one_iteration_is_kept() -> None:
-    first, again, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
-
-    assert build_retention([first, again, new], new, 2) == {again, new}
-
-
-def test_saves_are_distinguished_by_id_and_world_and_the_newest_is_the_first() -> None:
-    first, second, new = SaveId(5, "a"), SaveId(5, "b"), SaveId(9, "c")
-    found = [(first, 0, 2), (second, 1, 2), (second, 0, 2), (first, 1, 3), (new, 1, 2), (new, 1, 2)]
-
-    missing = missing_ranks([(LocalShardId(save, rank), size) for save, rank, size in found])
-
-    assert list(missing.items()) == [
-        ((new, 2), [0]),
-        ((second, 2), []),
-        ((first, 3), [0, 2]),
-        ((first, 2), [1]),
-    ]
 
 
 @given(WORLDS)
@@ -116,13 +92,6 @@ def test_every_wanted_region_is_covered_once_by_parts_of_what_is_held(
         assert one.source in [spec.id for spec in held[one.sender]]
         if one.source in [spec.id for spec in held[receiver]]:
             assert one.sender == receiver
-
-
-def test_replicas_share_the_sending() -> None:
-    halves = [spec_of(Region((start, 0), (6, 3)), (12, 3)) for start in (0, 6)]
-    plan = build_reshard_plan([halves, halves, [], []], [[], [], halves, halves])
-
-    assert sorted(one.sender for one in plan) == [0, 0, 1, 1]
 
 
 def test_a_shard_held_only_in_part_is_named_with_the_rank_that_wants_all_of_it() -> None:

@@ -172,11 +172,6 @@ JOBS: list[dict[int, Any]] = [
     [
         ({"keep_last": 2, "keep_best": ("loss", "min", 2)}, [20, 40, 50], [20, 70, 80, 90]),
         ({"keep_best": ("loss", "max", 1)}, [10, 50], [60, 90]),
-        (
-            {"keep_last": 1, "keep_every": 30, "keep_best": ("loss", "min", 1)},
-            [20, 30, 50],
-            [30, 60, 70, 90],
-        ),
         ({"keep_last": 1, "keep_best": ("accuracy", "max", 3)}, [50], [90]),
     ],
 )

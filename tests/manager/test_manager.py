@@ -208,11 +208,8 @@ def shares_a_local_directory(rank: int, root: str) -> None:
         assert isinstance(found, kind), (bound, found)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_training_neither_loads_nor_removes_local_checkpoints_of_another(
-    size: int, tmp_path: Path
-) -> None:
-    assert run_processes(size, shares_a_local_directory, str(tmp_path)) == [None] * size
+def test_a_training_neither_loads_nor_removes_local_checkpoints_of_another(tmp_path: Path) -> None:
+    assert run_processes(2, shares_a_local_directory, str(tmp_path)) == [None] * 2
 
 
 def goes_back_by_files(rank: int, root: str) -> None:
@@ -239,11 +236,8 @@ def goes_back_by_files(rank: int, root: str) -> None:
     assert (found("one"), found("copy")) == ((Tier.LOCAL, 11), (Tier.LOCAL, 5))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_edited_tracker_and_a_copied_root_go_back_in_the_local_tier_too(
-    size: int, tmp_path: Path
-) -> None:
-    assert run_processes(size, goes_back_by_files, str(tmp_path)) == [None] * size
+def test_an_edited_tracker_and_a_copied_root_go_back_in_the_local_tier_too(tmp_path: Path) -> None:
+    assert run_processes(2, goes_back_by_files, str(tmp_path)) == [None] * 2
 
 
 def is_refused(rank: int, root: str) -> str:
@@ -541,9 +535,7 @@ def restarts(rank: int, root: str, enters: bool, is_pending: bool) -> list[Any]:
     return [*found, manager.all_steps()]
 
 
-@pytest.mark.parametrize(
-    ("size", "enters", "is_pending"), [(2, False, True), (4, True, False), (4, False, True)]
-)
+@pytest.mark.parametrize(("size", "enters", "is_pending"), [(2, False, True), (4, True, False)])
 def test_in_a_new_process_group_the_manager_begins_anew_whatever_its_state(
     tmp_path: Path, size: int, enters: bool, is_pending: bool
 ) -> None:

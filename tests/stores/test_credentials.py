@@ -4,6 +4,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import boto3
@@ -58,8 +59,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("credentials", ["default", "profile"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "credentials"), [*product(CASES, ["profile"]), ("default", "default")]
+)
 def test_a_profile_is_found_where_amazons_tools_find_it(
     name: str,
     credentials: str,

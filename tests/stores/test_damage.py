@@ -1,6 +1,5 @@
 """What commands and loads say of changed files of packs, in directories and in stores."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import IncompatibleVersionError, StorageError
+from dist_ckpt_strategies.errors import StorageError
 from tests.cli.commands import json_of, run
 from tests.stores.commands import Files, cuts, differing, problems, write
 from tests.support.checkpoints import contents
@@ -73,13 +72,6 @@ def test_a_directory_that_is_copied_into_a_bucket_is_a_checkpoint_there(
 
 
 @ONE_SERVER
-def test_a_marker_of_another_backend_is_named(files: Files) -> None:
-    marker = files.top.read("metadata.json")
-    files.top.put("metadata.json", marker.replace(b'"safetensors"', b'"torch_dist"'))
-    assert problems(files.address) == {"metadata.json": {"unknown_backend"}}
-
-
-@ONE_SERVER
 @BOTH_COMMANDS
 def test_a_save_that_has_not_ended_is_reported(files: Files, command: str) -> None:
     for name in ("metadata.json", "index"):
@@ -110,21 +102,6 @@ def test_a_missing_checkpoint_and_other_files_give_different_errors(
         assert result.exit_code == (2 if address.startswith("ftp:") else 3), address
         assert said in result.stderr, (address, result.stderr)
         assert result.stderr.count("\n") == 1
-
-
-def test_a_checkpoint_of_the_format_that_earlier_releases_wrote_is_refused(
-    in_bucket: Folder,
-) -> None:
-    marker = {"sharded_backend": "zarr", "sharded_backend_version": 2, "save": "0" * 17}
-    in_bucket.put("metadata.json", json.dumps(marker).encode())
-    for command in ("inspect", "verify"):
-        result = run(command, in_bucket.address)
-        assert result.exit_code == 3
-        assert "which this release does not read" in result.stderr
-    with pytest.raises(IncompatibleVersionError, match="which this release does not read"):
-        dist_ckpt_strategies.open(in_bucket.address)
-    with pytest.raises(IncompatibleVersionError, match="which this release does not read"):
-        dist_ckpt_strategies.load({}, in_bucket.address)
 
 
 def load(files: Files, verify: str, *keys: str) -> Any:

@@ -3,13 +3,10 @@
 import os
 import random
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +26,7 @@ from tests.stores.commands import ONE_SERVER, differing
 from tests.support.entries import PACKS, Failure, outcome, require_refused
 from tests.support.faulty_proxy import BUSY, DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import Radosgw
-from tests.support.ranks import RankDiedError, run_processes
+from tests.support.ranks import run_processes
 from tests.support.sharding import Cut, on_grid, state_of
 
 SIZE = 2
@@ -122,28 +119,6 @@ def test_a_server_that_fails_for_good_is_reported_in_time_by_all_ranks(
             differing(url, cuts(1, size=1))
 
 
-def save_with_pid(
-    rank: int, variables: dict[str, str], url: str, generation: int, pids: Path
-) -> Any:
-    (pids / str(rank)).write_text(str(os.getpid()))
-    return save(rank, variables, url, generation)
-
-
-def save_killed_at(name: str, generation: int, proxy: FaultyProxy, url: str, pids: Path) -> None:
-    """Every rank of a save is killed at the first put of such an object."""
-
-    def decide(request: Request) -> Fault:
-        if request.method == "PUT" and name in request.path:
-            for pid in pids.iterdir():
-                with suppress(ProcessLookupError):  # killed at a request before
-                    os.kill(int(pid.read_text()), signal.SIGKILL)
-        return NONE
-
-    with proxy.faulty(decide):
-        results = run_processes(SIZE, save_with_pid, proxy.store.variables, url, generation, pids)
-    assert all(isinstance(result, RankDiedError) for result in results), (name, results)
-
-
 @ONE_SERVER
 def test_the_requests_of_a_commit_share_one_limit(proxy: FaultyProxy, bucket: str) -> None:
     timeout_s, delay_s = 3.0, 1.2  # a request of its own may take 2.25 s
@@ -158,37 +133,6 @@ def test_the_requests_of_a_commit_share_one_limit(proxy: FaultyProxy, bucket: st
     with proxy.faulty(decide):
         outcome(lambda: dist_ckpt_strategies.save(state, f"s3://{bucket}/run", timeout_s=timeout_s))
         assert time.monotonic() - began[0] < timeout_s + delay_s + 1.0
-
-
-@ONE_SERVER
-def test_little_is_saved_and_loaded_by_few_requests(proxy: FaultyProxy, bucket: str) -> None:
-    """Each is an answer of tens of milliseconds that the next request waits for."""
-    url, state = f"s3://{bucket}/run", state_of(0, cuts(1, size=1))
-
-    dist_ckpt_strategies.save(state, url)
-    num_saving = len(proxy.requests)
-    dist_ckpt_strategies.load(state, url)
-    num_loading = len(proxy.requests) - num_saving
-
-    assert (num_saving <= 12, num_loading <= 6) == (True, True), proxy.requests
-
-
-@ONE_SERVER
-def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
-    proxy: FaultyProxy, bucket: str, tmp_path: Path
-) -> None:
-    """Every rank is killed at some put of a save over an earlier one; the next save goes well."""
-    variables, url = proxy.store.variables, f"s3://{bucket}/run"
-    for generation, name in enumerate(
-        ["/run/packs/", "/run/saves/", "/run/index", "/run/metadata"]
-    ):
-        save_killed_at(name, generation, proxy, url, tmp_path)
-        left = outcome(partial(differing, url, cuts(generation, size=1)))
-        is_refused = isinstance(left, Failure) and IncompleteCheckpointError.__name__ in left.kinds
-        is_whole = left == []
-        may_be = {"/run/index": is_refused or is_whole, "/run/metadata": is_whole}
-        assert may_be.get(name, is_refused), (name, left)
-    assert run_processes(SIZE, save_and_load, variables, url) == [[None, []]] * SIZE
 
 
 def test_a_real_server_that_is_killed_and_started_again_has_the_whole_checkpoint(
@@ -267,7 +211,7 @@ def test_what_a_server_acknowledges_and_loses_is_noticed_before_the_commit(
 @ONE_SERVER
 @pytest.mark.parametrize(
     ("name", "has_earlier"),
-    [("/run/packs/", True), ("/run/saves/", False), ("/run/index", True)],
+    [("/run/saves/", False), ("/run/index", True)],
 )
 def test_a_late_request_of_a_failed_save_does_not_change_the_next_one(
     proxy: FaultyProxy, bucket: str, name: str, has_earlier: bool, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
 from dist_ckpt_strategies.errors import CheckpointChangedError, StorageError
 from dist_ckpt_strategies.local import LocalCheckpointManager
+from tests.stores.commands import ONE_SERVER
 from tests.support.folders import Folder
 from tests.support.object_stores import ObjectStore
 from tests.support.processes import until
@@ -41,6 +42,7 @@ def trains(
     return first, float(data.sum())
 
 
+@ONE_SERVER
 def test_a_job_continues_from_a_bucket_and_old_checkpoints_are_removed(
     environment: ObjectStore, in_bucket: Folder
 ) -> None:
@@ -80,6 +82,7 @@ def keeps_local_checkpoints(rank: int, variables: Mapping[str, str], root: str, 
     assert (loaded.tier, loaded.iteration) == ("local", 1)
 
 
+@ONE_SERVER
 def test_local_checkpoints_belong_to_the_job_of_a_bucket(
     environment: ObjectStore, in_bucket: Folder, tmp_path: Path
 ) -> None:

@@ -62,27 +62,6 @@ def root(in_bucket: Folder) -> Folder:
 
 
 @ONE_SERVER
-def test_files_of_a_killed_save_are_removed_once_it_began_long_ago(root: Folder) -> None:
-    young = dist_ckpt_strategies.prune(root.address, unfinished=True)
-    assert young.removed == ()
-    assert any("may still be written: changed " in one.why for one in young.kept)
-
-    old = dist_ckpt_strategies.prune(root.address, unfinished=True, older_than_s=0)
-    assert [(one.name, one.nbytes) for one in old.removed] == [("iter_0000004", None)]
-    assert folders_in(root) == [f"iter_{number:07d}" for number in (1, 2, 3)]
-
-
-@ONE_SERVER
-def test_a_checkpoint_that_has_lost_a_file_is_not_what_a_killed_save_left(root: Folder) -> None:
-    root.delete("iter_0000003/index")
-
-    report = dist_ckpt_strategies.prune(root.address, keep_last=2, unfinished=True, older_than_s=0)
-
-    assert [one.name for one in report.removed] == ["iter_0000004"]
-    assert {one.name: one.status for one in report.kept}["iter_0000003"] is Status.DAMAGED
-
-
-@ONE_SERVER
 def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on(
     environment: ObjectStore, root: Folder
 ) -> None:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import dist_ckpt_strategies
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.stores.commands import ONE_SERVER
 from tests.support.entries import PACKS
 from tests.support.layouts import (
     irregular,
@@ -65,6 +66,7 @@ def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> None:
             assert loaded["o"]["t"][0] == (rank + 1) % SIZE, (place, strategy)
 
 
+@ONE_SERVER
 def test_every_layout_and_key_comes_back_in_another(store: ObjectStore, bucket: str) -> None:
     args = (store.variables, f"s3://{bucket}/deep")
     assert run_processes(SIZE, save_and_load_all, *args, timeout_s=150) == [None] * SIZE

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dist_ckpt_strategies
@@ -185,66 +184,3 @@ def test_without_a_base_what_was_left_out_is_missed(tmp_path: Path) -> None:
     save(lora(2), tmp_path / "c", only="*lora_*")
     with pytest.raises(ArrayNotFoundError, match=r"linear\.(bias|weight)"):
         dist_ckpt_strategies.load(lora(9), tmp_path / "c")
-
-
-class Adapted(torch.nn.Module):
-    """A frozen layer with a trained adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(6, 6).requires_grad_(requires_grad=False)
-        self.lora_a = torch.nn.Linear(6, 2, bias=False)
-        self.lora_b = torch.nn.Linear(2, 6, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both added."""
-        result: torch.Tensor = self.linear(x) + self.lora_b(self.lora_a(x))
-        return result
-
-
-def trained(root: Path, steps: range, seed: int, **kinds: Any) -> list[float]:
-    """Losses of a training, loaded from and saved to ``root`` unless it begins at 0."""
-    torch.manual_seed(seed)
-    model = Adapted()
-    adapter = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(adapter, lr=0.1)
-
-    def state() -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
-
-    if steps.start:
-        held = state()
-        dcp.load(held, root / f"step_{steps.start}", no_dist=True)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=held["model"],
-            optim_state_dict=held["optimizer"],
-        )
-    else:
-        dcp.save({"model": model.state_dict()}, root / "base", no_dist=True)
-    losses = []
-    for step in steps:
-        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        loss = (model(inputs) - inputs.flip(0)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    dcp.save(state(), root / f"step_{steps.stop}", no_dist=True, **kinds)
-    return losses
-
-
-def test_a_training_of_adapters_resumes_bit_identically(tmp_path: Path) -> None:
-    def is_trained(key: str) -> bool:
-        return "lora_" in key or key.startswith("optimizer.")
-
-    options = Options(base=str(tmp_path / "base"), only=is_trained)
-    expected = trained(tmp_path / "whole", range(6), 1)
-    first = trained(tmp_path, range(3), 1, options=options)
-    assert first + trained(tmp_path, range(3, 6), 2, options=options) == expected
-    (pack,) = (tmp_path / "step_3").glob("packs/*/*")
-    (whole,) = (tmp_path / "whole/step_6").glob("packs/*/*")
-    assert "model.linear.weight" in dist_ckpt_strategies.open(tmp_path / "step_3")
-    assert pack.read_bytes().count(b"model.linear.weight") == 0 < whole.stat().st_size

@@ -189,7 +189,7 @@ def refuse_shared_memory(rank: int, backend: tuple[str, int], root: Path) -> Non
 
 
 @pytest.mark.parametrize("act", [load_in_every_way, refuse_in_every_way, refuse_shared_memory])
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
 def test_given_tensors_are_filled_in_their_own_dtype_or_refused_on_every_rank(
     backend: tuple[str, int], act: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -75,9 +75,9 @@ def lose_node_of(culprit: int, directory: Path) -> None:
     dist.barrier()
 
 
-def through_megatron(rank: int, root: str, algo: str) -> None:
+def through_megatron(rank: int, root: str) -> None:
     """Every rank of a node uses its node's directory, as on machines of their own."""
-    prepare(30, local=LocalOptions(replication_jump=2, algo=algo))
+    prepare(30, local=LocalOptions(replication_jump=2, algo="atomic"))
     directory = node_of(root)
     directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -102,11 +102,8 @@ def through_megatron(rank: int, root: str, algo: str) -> None:
         dist_ckpt_strategies.prepare_local_load(directory)
 
 
-@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
-def test_megatrons_save_and_load_find_it_and_a_lost_node_is_restored(
-    algo: str, tmp_path: Path
-) -> None:
-    assert run_processes(NUM_RANKS, through_megatron, str(tmp_path), algo) == [None] * NUM_RANKS
+def test_megatrons_save_and_load_find_it_and_a_lost_node_is_restored(tmp_path: Path) -> None:
+    assert run_processes(NUM_RANKS, through_megatron, str(tmp_path)) == [None] * NUM_RANKS
 
 
 def load_ours(directory: Path, value: float) -> dict[str, Any]:
@@ -171,7 +168,7 @@ def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
     assert set(values) == {1.0, 2.0}
 
 
-def with_a_function(rank: int, root: str, algo: str, entry: Entry) -> None:
+def with_a_function(rank: int, root: str) -> None:
     """All ranks see one checkpoint directory; their shards are elsewhere.
 
     Megatron-Core's wrappers share the work among ranks that hold the same.
@@ -182,18 +179,19 @@ def with_a_function(rank: int, root: str, algo: str, entry: Entry) -> None:
 
     directory = Path(root) / "shared" / "iter_0000003"
     saver = LocalReplicatedSaveShardedStrategy(
-        local=LocalOptions(replication_jump=1, algo=algo),
+        local=LocalOptions(replication_jump=1, algo="fully_parallel"),
         replication_jump=2,
         node_directory=node_directory,
     )
     wrapped = FullyParallelSaveStrategyWrapper(saver)
-    save(entry, state_of(2, 5.0), directory, sharded_strategy=wrapped)
+    save(Entry.MEGATRON, state_of(2, 5.0), directory, sharded_strategy=wrapped)
     dist.barrier()
     assert {path.name for path in directory.glob("[!.]*")} == {"common.pt", "metadata.json"}
     loader = LocalReplicatedLoadShardedStrategy(node_directory=node_directory)
     lose_node_of(0, Path(root) / "disk1")
     wanted = state_of(2, 5.0, is_filled=False)
-    for way in (loader, FullyParallelLoadStrategyWrapper(loader)):
+    ways = {Entry.OURS: loader, Entry.MEGATRON: FullyParallelLoadStrategyWrapper(loader)}
+    for entry, way in ways.items():
         with cpu_stand_ins():  # the wrapper moves what it exchanges to CUDA
             asked = state_of(2, 5.0, is_filled=False)
             found = load(entry, asked, directory, sharded_strategy=way)
@@ -203,17 +201,11 @@ def with_a_function(rank: int, root: str, algo: str, entry: Entry) -> None:
         loader.load({key: wanted[key] for key in ("w", "b")}, directory)
 
 
-@pytest.mark.parametrize(
-    ("algo", "entry"), [("atomic", Entry.OURS), ("fully_parallel", Entry.MEGATRON)]
-)
-def test_a_function_may_choose_the_directory_of_a_node(
-    algo: str, entry: Entry, tmp_path: Path
-) -> None:
-    found = run_processes(NUM_RANKS, with_a_function, str(tmp_path), algo, entry)
-    assert found == [None] * NUM_RANKS
+def test_a_function_may_choose_the_directory_of_a_node(tmp_path: Path) -> None:
+    assert run_processes(NUM_RANKS, with_a_function, str(tmp_path)) == [None] * NUM_RANKS
 
 
-def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: Entry) -> int:
+def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str) -> int:
     prepare(30, local=LocalOptions(replication_jump=1))
     attempts: list[int] = []
 
@@ -224,8 +216,8 @@ def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: Entry
         directory = Path(root) / f"node{rank}" / f"iter_{attempts[-1]}"
         directory.mkdir(parents=True)
         value = float(attempts[-1])
-        save(entry, state_of(2, value), directory, sharded_strategy=BACKEND)
-        found = load(entry, state_of(2, value, is_filled=False), directory)
+        save(Entry.MEGATRON, state_of(2, value), directory, sharded_strategy=BACKEND)
+        found = load(Entry.OURS, state_of(2, value, is_filled=False), directory)
         require_loaded(found, 2, value)
         dist.barrier()
         if len(attempts) <= 2 and rank == len(attempts) % 2:
@@ -235,6 +227,5 @@ def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: Entry
     return len(attempts)
 
 
-@pytest.mark.parametrize("entry", Entry)
-def test_a_registered_strategy_saves_again_after_each_restart(entry: Entry, tmp_path: Path) -> None:
-    assert run_restartable(2, saves_in_each_attempt, str(tmp_path), entry) == [3, 3]
+def test_a_registered_strategy_saves_again_after_each_restart(tmp_path: Path) -> None:
+    assert run_restartable(2, saves_in_each_attempt, str(tmp_path)) == [3, 3]

@@ -94,8 +94,9 @@ def ways(root: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
     }
 
 
-def load_beside_saves(rank: int, size: int, scratch: Path) -> None:
+def load_beside_saves(rank: int, scratch: Path) -> None:
     prepare(60, replace_common=True)
+    size = dist.get_world_size()
     for stored in FORMATS:
         moments = MOMENTS_OF_PACKS if stored == PACKS else MOMENTS
         for number, moment in enumerate(moments):
@@ -128,8 +129,7 @@ def load_beside_saves(rank: int, size: int, scratch: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_rank_of_a_load_learns_of_it(size: int, tmp_path: Path) -> None:
+def test_every_rank_of_a_load_learns_of_it(tmp_path: Path) -> None:
     is_over, wanted = threading.Event(), tmp_path / "wanted"
 
     def save_on_demand() -> None:
@@ -142,11 +142,11 @@ def test_every_rank_of_a_load_learns_of_it(size: int, tmp_path: Path) -> None:
     saver = threading.Thread(target=save_on_demand)
     saver.start()
     try:
-        found = run_processes(size, load_beside_saves, size, tmp_path, timeout_s=200)
+        found = run_processes(2, load_beside_saves, tmp_path, timeout_s=200)
     finally:
         is_over.set()
         saver.join()
-    assert found == [None] * size
+    assert found == [None] * 2
 
 
 def load_what_each_rank_sees(rank: int, scratch: Path) -> None:
@@ -156,6 +156,8 @@ def load_what_each_rank_sees(rank: int, scratch: Path) -> None:
             save_anew(scratch / name, state(value, rank, 2), stored)
         dist.barrier()
         for name, act in ways(scratch / "ab"[rank]).items():
+            if name in {"ours", "unverified"}:  # see test_kill_table
+                continue
             with cpu_stand_ins():
                 found = outcome(partial(act, state(0.0, rank, 2)))
             assert isinstance(found, Failure), (stored, name, found)

@@ -40,7 +40,7 @@ NUM_RANKS = 4
 CULPRIT = 2
 TIMEOUT_S = 4.0
 MARGIN_S = 2.0
-FIRST_CALLS = (0, 2, 12)
+FIRST_CALLS = (0, 12)
 SLOW_S = 0.2 * TIMEOUT_S
 """What the first call takes before a later one goes silent."""
 
@@ -187,11 +187,8 @@ print("raised", flush=True)
 """
 
 
-@pytest.mark.parametrize("first", [0, 12])
-def test_the_process_ends_though_a_thread_still_waits_for_the_disk(
-    tmp_path: Path, first: int
-) -> None:
-    command = [sys.executable, "-c", _EXITS, str(tmp_path), str(first)]
+def test_the_process_ends_though_a_thread_still_waits_for_the_disk(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _EXITS, str(tmp_path), str(FIRST_CALLS[-1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "raised\n"
 

@@ -1,6 +1,5 @@
 """Conversions that are killed, of damaged sources, or refused."""
 
-import json
 import os
 import pickle
 import signal
@@ -20,7 +19,6 @@ from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
     CoverageError,
-    IncompatibleVersionError,
     IncompleteCheckpointError,
     PlanError,
     StorageError,
@@ -54,9 +52,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_by(1, state, tmp_path_factory.mktemp("saved"))
 
 
-def convert_and_die(_rank: int, source: Path, target: Path, to: str, done_nbytes: int) -> None:
-    def die(done: int, _total: int) -> None:
-        if done >= done_nbytes:
+def convert_and_die(_rank: int, source: Path, target: Path, to: str) -> None:
+    def die(done: int, total: int) -> None:
+        if done >= total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     convert(source, target, to, options=SMALL, watch=die)
@@ -76,13 +74,12 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     saved: Path, tmp_path: Path, way: str
 ) -> None:
     (source, to), target = way.split(), tmp_path / "t"
-    for done_nbytes in (1, 12 * (64 << 10)):
-        died = run_processes(1, convert_and_die, saved / source, target, to, done_nbytes)
-        assert [type(result) for result in died] == [RankDiedError], died
-        assert not (target / "model.safetensors.index.json").exists()
-        assert {path.name.partition("-")[0] for path in target.iterdir()} <= {".partial", "packs"}
-        with pytest.raises(IncompleteCheckpointError):
-            diff(saved / source, target)
+    died = run_processes(1, convert_and_die, saved / source, target, to)
+    assert [type(result) for result in died] == [RankDiedError], died
+    assert not (target / "model.safetensors.index.json").exists()
+    assert {path.name.partition("-")[0] for path in target.iterdir()} <= {".partial", "packs"}
+    with pytest.raises(IncompleteCheckpointError):
+        diff(saved / source, target)
 
     report = convert(saved / source, target, to, options=SMALL)
 
@@ -174,8 +171,7 @@ def test_damage_of_the_source_is_named_and_nothing_is_visible(
         assert not is_finished(tmp_path / f"to {to}")
 
 
-@pytest.mark.parametrize("act", [convert, upgrade])
-@pytest.mark.parametrize("by", ["environment", "options"])
+@pytest.mark.parametrize(("act", "by"), [(convert, "environment"), (upgrade, "options")])
 def test_what_would_be_read_unverified_is_not_converted(
     act: Callable[..., Any], by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,17 +188,11 @@ def test_what_would_be_read_unverified_is_not_converted(
     assert not is_finished(tmp_path / "target")
 
 
-@pytest.mark.parametrize("by", ["environment", "options"])
-def test_packs_of_what_was_read_unverified_say_so_for_good(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+def test_packs_of_what_was_read_unverified_say_so_for_good(saved: Path, tmp_path: Path) -> None:
     source = copied(saved / "pack", tmp_path / "source")
     flip_middle(max(source.glob("packs/*/*"), key=lambda path: path.stat().st_size), 0)
-    options = ConvertOptions(options=Options(verify=Verify.OFF)) if by == "options" else None
-    with monkeypatch.context() as changed:
-        if by == "environment":
-            changed.setenv("DIST_CKPT_VERIFY", "off")
-        convert(source, tmp_path / "rescued", "pack", options=options)
+    unverified = ConvertOptions(options=Options(verify=Verify.OFF))
+    convert(source, tmp_path / "rescued", "pack", options=unverified)
 
     (tmp_path / "rescued/index").unlink()
     assert run("rebuild-index", tmp_path / "rescued").exit_code == 0
@@ -265,14 +255,6 @@ def test_wrong_arguments_are_refused(saved: Path, tmp_path: Path) -> None:
         diff(saved / "zarr@1", saved / "pack", keys="decodr.*")
     with pytest.raises(StrategyError, match=r"nothing to upgrade.*found none"):
         upgrade(saved / "zarr@1", tmp_path / "t")
-    old = copied(saved / "zarr@1", tmp_path / "old")
-    marker = json.loads((old / "metadata.json").read_bytes()) | {"sharded_backend_version": 2}
-    (old / "metadata.json").write_text(json.dumps(marker))
-    for act in (dist_ckpt_strategies.open, lambda path: convert(path, tmp_path / "t", "pack")):
-        with pytest.raises(
-            IncompatibleVersionError, match=f"{old} .*dist-ckpt convert SRC DST --to pack"
-        ):
-            act(old)
 
 
 class Custom:

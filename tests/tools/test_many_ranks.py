@@ -34,8 +34,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("source", FORMATS)
-@pytest.mark.parametrize("to", [*FORMATS, "safetensors"])
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [
+        *(("pack", to) for to in (*FORMATS, "safetensors")),
+        *(("zarr@1", "pack"), ("zarr@3", "zarr@1"), ("torch_dist", "zarr@3")),
+    ],
+)
 def test_ranks_write_the_same_bytes_as_one_process(
     sources: Path, tmp_path: Path, source: str, to: str
 ) -> None:

@@ -5,7 +5,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import ManagerOptions, SavePolicy, TieredCheckpointManager
+from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager
 from dist_ckpt_strategies.errors import (
-    CheckpointExistsError,
     PlanError,
     StorageError,
-    StrategyError,
 )
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan, prune
 from tests.support.checkpoints import (
@@ -36,7 +33,6 @@ from tests.support.checkpoints import (
     write_object,
     write_packs,
 )
-from tests.support.entries import FORMATS, PACKS
 from tests.support.system_calls import dying_at_change
 
 OLD_S = 7200
@@ -225,53 +221,36 @@ def put_within(root: Path) -> dict[str, bytes]:
     return {str(note.relative_to(root)): b"mine" for note in notes}
 
 
-def replace_it(root: Path, backend: tuple[str, int]) -> None:
-    with suppress(StrategyError, CheckpointExistsError):  # a format may refuse it
-        dist_ckpt_strategies.save(state_of(2, "other"), root, backend, overwrite=True)
+def replace_it(root: Path) -> None:
+    dist_ckpt_strategies.save(state_of(2, "other"), root, overwrite=True)
 
 
-def prune_it(root: Path, backend: tuple[str, int]) -> None:
-    dist_ckpt_strategies.save(state_of(2, "w"), root.with_name("iter_0000002"), backend)
+def prune_it(root: Path) -> None:
+    dist_ckpt_strategies.save(state_of(2, "w"), root.with_name("iter_0000002"))
     assert [one.name for one in prune(root.parent, keep_last=1).removed] == [root.name]
 
 
-def have_a_manager_remove_it(root: Path, backend: tuple[str, int]) -> None:
-    policy, options = SavePolicy(every_steps=1, keep_last=1), ManagerOptions(strategy=backend)
-    with TieredCheckpointManager(root.parent, policy=policy, options=options) as manager:
+def have_a_manager_remove_it(root: Path) -> None:
+    policy = SavePolicy(every_steps=1, keep_last=1)
+    with TieredCheckpointManager(root.parent, policy=policy) as manager:
         for step in (2, 3):
             manager.save(step, state_of(step, "w"))
     assert manager.all_steps() == [3]
 
 
 WAYS = [replace_it, prune_it, have_a_manager_remove_it]
-NO_LIST = pytest.mark.xfail(strict=True, reason="format 1 does not list its arrays")
-WHOLE_FOLDERS = pytest.mark.xfail(strict=True, reason="folders are removed whole")
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("put", "backend"),
-    [
-        pytest.param(put, backend, marks=marks)
-        for put, backend in product((put_beside, put_within), FORMATS)
-        for marks in [
-            [WHOLE_FOLDERS][: backend != PACKS]
-            if put is put_within
-            else [NO_LIST][: backend == ("zarr", 1)]
-        ]
-    ],
-)
-def test_what_is_no_part_of_a_checkpoint_stays_when_it_goes(
-    put: Callable[[Path], dict[str, bytes]],
-    backend: tuple[str, int],
-    way: Callable[..., None],
-    tmp_path: Path,
+@pytest.mark.parametrize("put", [put_beside, put_within])
+def test_what_is_no_part_of_packs_stays_when_they_go(
+    put: Callable[[Path], dict[str, bytes]], way: Callable[[Path], None], tmp_path: Path
 ) -> None:
     root = tmp_path / "iter_0000001"
-    dist_ckpt_strategies.save(state_of(1, "w"), root, backend)
+    dist_ckpt_strategies.save(state_of(1, "w"), root)
     others = put(root)
 
-    way(root, backend)
+    way(root)
 
     left = contents(root)
     assert {name: left.get(name) for name in others} == others
