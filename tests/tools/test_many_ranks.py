@@ -18,6 +18,8 @@ from tests.support.ranks import RankDiedError, run_processes
 from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 from tests.tools.all_formats import FORMATS
 
+pytestmark = pytest.mark.slow
+
 SMALL = ConvertOptions(max_memory_bytes=1, max_file_bytes=50_000, num_threads=2)
 
 

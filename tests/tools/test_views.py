@@ -16,6 +16,8 @@ from dist_ckpt_strategies.tools import lazy_array
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import flip_at
 
+pytestmark = pytest.mark.slow
+
 VALUES = {
     "model/large": torch.arange(110_000, dtype=torch.float32).reshape(1100, 100),
     "model/layer/cube": torch.arange(210, dtype=torch.int64).reshape(5, 7, 6),
