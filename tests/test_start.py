@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import write_checkpoint, write_packs
+from tests.support.pages import ROOT
 from tests.support.processes import finished
 
 pytestmark = pytest.mark.multiprocess
@@ -33,8 +34,9 @@ LISTING = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
 
 
 def loaded_by(code: str, *args: str) -> set[str]:
-    """The top-level modules that are there after the code."""
-    found = set(finished(sys.executable, "-c", f"{code}\n{LISTING}", *args).stdout.split())
+    """The top-level modules that are there after the code, without what the tests add to one."""
+    command = (sys.executable, "-c", f"{code}\n{LISTING}", *args)
+    found = set(finished(*command, variables={"PYTHONPATH": str(ROOT)}).stdout.split())
     assert "dist_ckpt_strategies" in found
     return found
 
