@@ -29,9 +29,11 @@ settings.load_profile("suite")
 _LONG = (
     *("cluster", "faults/test_campaign.py", "packaging", "seams", "stores"),
     *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
-    *("inprocess/test_nodes.py", "strategies/test_queues.py", "test_recovery_page.py"),
+    *("inprocess/test_nodes.py", "inprocess/test_scripts.py", "cli/test_ranks.py"),
+    *("cli/test_bench.py", "recovery/test_megatron_layouts.py", "strategies/test_queues.py"),
+    *("integrations/test_lightning_page.py", "test_recovery_page.py"),
 )
-"""Campaigns, jobs of several launchers, servers, queues' processes, the wheel."""
+"""Campaigns, servers, the wheel, and jobs and scripts whose processes import all themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -208,6 +208,7 @@ def test_a_save_strategy_cannot_be_made_for_another_format(make: Any) -> None:
 # Later releases of Megatron-Core, which have none
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("release", ["0.17", "0.20"])
 def test_every_way_works_beside_a_later_release(release: str, tmp_path: Path) -> None:
