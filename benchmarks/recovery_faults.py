@@ -109,7 +109,9 @@ def run_job(task: JobTask, num_spares: int, timeout_s: float) -> Outcome:
     lines: list[tuple[float, str]] = []
 
     def follow() -> None:
-        lines.extend((time.monotonic(), line.rstrip("\n")) for line in process.stdout or ())
+        assert process.stdout is not None  # noqa: S101 - it is a pipe
+        with process.stdout as output:
+            lines.extend((time.monotonic(), line.rstrip("\n")) for line in output)
 
     reader = threading.Thread(target=follow, daemon=True)
     reader.start()

@@ -22,6 +22,7 @@ from benchmarks import (
     one_process,
     pack_format,
     planning,
+    recovery_faults,
     recovery_overhead,
     reshard,
     save_load,
@@ -107,6 +108,15 @@ def test_a_script_writes_its_lines_and_leaves_nothing(
     script: ModuleType, kind: str, takes_directory: bool, tmp_path: Path
 ) -> None:
     assert lines_of(script, tmp_path, takes_directory=takes_directory)[kind]
+
+
+@pytest.mark.long
+def test_the_campaign_of_recovery_finds_no_violation(tmp_path: Path) -> None:
+    lines = lines_of(recovery_faults, tmp_path, "--faults", "40", "--seed", "4")
+
+    assert len(lines["recovery"]) == 2
+    assert [line["faults"] for line in lines["campaign"]] == [2]
+    assert lines["violation"] == []
 
 
 def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:

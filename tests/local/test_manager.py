@@ -260,7 +260,13 @@ def test_a_request_that_fails_on_one_rank_is_refused_on_all(tmp_path: Path) -> N
             assert found[0] == kind, (text, found)
             assert text in found[1], (text, found)
         assert node.save(manager, -2)[0] == "PlanError"
+        unknown = BasicTensorAwareStateDict({"a": [Unknown()]})
+        request = manager.save(unknown if node.rank == 3 else state, 2, is_async=True)
+        assert request is not None
+        kind, text = outcome(request.wait)
+        assert (kind, "rank 3: " in text, "Unknown" in text) == ("UnsafeObjectError", True, True)
         assert node.load(manager) == ("ok", "1")
+        assert partials_in(str(tmp_path)) == []
 
     run_threads(4, body, tmp_path)
 

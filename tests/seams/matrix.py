@@ -33,7 +33,7 @@ LOOPS = ("plain", "Lightning", "Megatron-LM", "DCP")
 FAULTS = ("kill", "SIGTERM", "exception", "stop")
 NODES = {"run": ("a", "b"), "torchrun": ("a",)}
 LIMIT_S = 300.0
-"""Against a hang; cells took 15 to 40 s, and beside other tests up to 130 s."""
+"""Against a hang; cells took 15 to 75 s, and beside other tests up to 130 s."""
 
 NONSENSE = {
     "torchrun of two nodes": "its agents count restarts each for itself, and ranks that were told "
