@@ -320,14 +320,16 @@ def is_preempted(rank: int, root: str) -> None:
             for child in {*psutil.Process().children()} - {worker}:
                 child.terminate()
 
+    ending = threading.Thread(target=end_writer, daemon=True)
     if rank == 1:
-        threading.Thread(target=end_writer, daemon=True).start()
+        ending.start()
     with TieredCheckpointManager(
         root, policy=SavePolicy(every_steps=4), options=OPTIONS
     ) as manager:
         for _ in samples:
             training.step()
             if rank == 1 and training.num_done == 9:
+                ending.join()
                 finished("kill", str(worker.pid))
                 os.kill(os.getpid(), signal.SIGTERM)
             manager.save(training.num_done, training.state_dict)
