@@ -205,13 +205,14 @@ class Places:
         if is_fenced:
             return
         with suppress(PeerError):
-            if self._host is not None and signals:
-                self.close(SIGNAL_CODE + signals[0], "the host of the store was asked to end")
+            if signals and (is_done or self._host is not None):  # no spare node can go on
+                name = self.node.partition(":")[0]
+                self.close(SIGNAL_CODE + signals[0], f"node {name} was asked to end")
+            if self._closed is None and self._key and not self._is_done():
+                self._write(f"{self.node}#{_LEFT}")
+            self._store.set(f"gone/{self.node}", "1")
             if self._closed is not None:
-                self._store.set(f"gone/{self.node}", "1")
                 self._await_others(signals, self._nodes.ttl_s + wait_s)
-            elif self._key and not self._is_done():
-                self._write(f"{self.node}#{_DONE if is_done else _LEFT}")
         self._store.close()
 
     def connect(self, on_note: Callable[[str], object]) -> JobStore:

@@ -166,10 +166,12 @@ def test_an_evicted_node_hands_over_or_ends_the_job_and_no_rank_counts_as_dead(
     assert codes == ([143, 0, 0, 0] if has_spare else [143, 143, 143]), agents.output(other)
 
 
-def test_a_node_whose_ranks_return_after_a_signal_with_all_others_needs_no_other_node(
+def test_a_node_whose_ranks_return_after_a_signal_with_all_others_ends_the_job_at_once(
     agents: Agents,
 ) -> None:
-    job, body = ("--nnodes", "2"), LEAVES.replace("sys.exit(143)", "return")
+    # The host of the store would wait for a node that says nothing for as long as its ranks may.
+    job = ("--nnodes", "2", "--shutdown-timeout", "600")
+    body = LEAVES.replace("sys.exit(143)", "return")
     store = agents.start_node(body, "--store-only", *job)
     told, other = (agents.join(body, *job, "--node-rank", n) for n in "01")
     for rank in range(2):
@@ -177,7 +179,8 @@ def test_a_node_whose_ranks_return_after_a_signal_with_all_others_needs_no_other
 
     told.terminate()
 
-    assert [agents.code(one) for one in (told, other, store)] == [143, 0, 0]
+    assert [agents.code(one) for one in (told, other, store)] == [143, 143, 143]
+    assert "was asked to end" in agents.output(other)
 
 
 def test_a_spare_node_that_is_told_to_end_starts_nothing_in_a_place_that_it_gets_by_then(

@@ -249,6 +249,7 @@ def run_cell(cell: Cell, directory: Path) -> str:
 def require_clear_end(job: Job, codes: dict[str, int]) -> None:
     """Only a signal ends a job before its time, and the output of each node says so."""
     assert job.cell.fault == "SIGTERM", job.report()
+    assert all(codes.values()) or not any(codes.values()), job.report()  # no node calls it done
     for node in (node for node in codes if codes[node]):
         text = job.log(0, node).read_text(errors="replace")
         assert re.search(WORDS[job.cell.launcher], text), job.report()
