@@ -27,13 +27,13 @@ settings.load_profile("suite")
 
 
 _LONG = (
-    *("cluster", "faults/test_campaign.py", "packaging", "seams", "stores"),
+    *("cluster", "faults/test_campaign.py", "interop", "packaging", "seams", "stores"),
     *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
     *("inprocess/test_nodes.py", "inprocess/test_scripts.py", "cli/test_ranks.py"),
     *("cli/test_bench.py", "recovery/test_megatron_layouts.py", "strategies/test_queues.py"),
     *("integrations/test_lightning_page.py", "test_recovery_page.py"),
 )
-"""Campaigns, servers, the wheel, and jobs and scripts whose processes import all themselves."""
+"""Campaigns, servers, the wheel, older releases, and jobs whose processes import all themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

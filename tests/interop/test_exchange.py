@@ -1,9 +1,4 @@
-"""Megatron-Core 0.15.3 loads what we save, and we load what it and its forebears save.
-
-Its environment has zarr 2.18 and numpy 1 and does not contain this package; ``tox -e interop``
-makes it and names its interpreter in DIST_CKPT_INTEROP_PYTHON. Older releases, each in a directory
-of its own below DIST_CKPT_INTEROP_RELEASES, use that environment too.
-"""
+"""Megatron-Core 0.15.3 loads what we save, and we load what it and its forebears save."""
 
 import json
 import os
@@ -25,13 +20,11 @@ from tests.interop.content import (
     recut,
     zeros_alone,
 )
-from tests.interop.releases import VERSIONS
+from tests.interop.versions import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
 from tests.support.ranks import done_by, run_processes
 from tests.support.sharding import differences, state_of, zeros
 
-PYTHON = os.environ.get("DIST_CKPT_INTEROP_PYTHON")
-RELEASES = Path(os.environ.get("DIST_CKPT_INTEROP_RELEASES", "releases"))
 SCRIPT = Path(__file__).with_name("old_megatron.py")
 ROOT = SCRIPT.parents[2]
 SIZE = 4
@@ -40,15 +33,14 @@ TIMEOUT_S = 150
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.timeout(2 * TIMEOUT_S),
-    pytest.mark.skipif(PYTHON is None, reason="needs Megatron-Core 0.15.3: run `tox -e interop`"),
+    pytest.mark.timeout(2 * TIMEOUT_S, func_only=True),
 ]
 
 
-def start(*args: object, release: Path | None = None) -> subprocess.Popen[str]:
-    assert PYTHON is not None
-    command = [PYTHON, str(SCRIPT), *map(str, args)]
-    path = os.pathsep.join(map(str, [release, ROOT] if release else [ROOT]))
+def start(releases: Path, *args: object, version: str | None = None) -> subprocess.Popen[str]:
+    """The script, with a release or that of the environment."""
+    command = [str(releases / "environment/bin/python"), str(SCRIPT), *map(str, args)]
+    path = os.pathsep.join(map(str, [releases / version, ROOT] if version else [ROOT]))
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=os.environ | {"PYTHONPATH": path}, **pipes)
 
@@ -69,11 +61,11 @@ def save_ours(rank: int, entry: Entry, root: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", list(Entry))
-def test_megatron_015_loads_what_we_save(entry: Entry, tmp_path: Path) -> None:
+def test_megatron_015_loads_what_we_save(entry: Entry, releases: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     done_by(SIZE, save_ours, entry, checkpoint, timeout_s=TIMEOUT_S)
 
-    assert answer(start("load", checkpoint)) == []
+    assert answer(start(releases, "load", checkpoint)) == []
 
 
 def load_theirs(rank: int, entry: Entry, root: Path) -> list[str]:
@@ -87,9 +79,10 @@ def load_theirs(rank: int, entry: Entry, root: Path) -> list[str]:
     return wrong + others_wrong(loaded, [owner], OLD_SIZE)
 
 
-def save_theirs(checkpoint: Path, release: Path | None) -> None:
+def save_theirs(checkpoint: Path, releases: Path, version: str | None) -> None:
     """Have two ranks of an old release write a checkpoint."""
-    writers = [start("save", checkpoint, n, OLD_SIZE, release=release) for n in range(OLD_SIZE)]
+    ranks = range(OLD_SIZE)
+    writers = [start(releases, "save", checkpoint, n, OLD_SIZE, version=version) for n in ranks]
     try:
         assert [answer(writer) for writer in writers] == [[], []]
     finally:
@@ -98,16 +91,14 @@ def save_theirs(checkpoint: Path, release: Path | None) -> None:
             writer.communicate()
 
 
-@pytest.mark.parametrize(
-    "release",
-    [None, *(RELEASES / version for version in VERSIONS)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_we_load_what_old_releases_save(release: Path | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [None, *VERSIONS])
+def test_we_load_what_old_releases_save(
+    version: str | None, releases: Path, tmp_path: Path
+) -> None:
     checkpoint = tmp_path / "checkpoint"
-    save_theirs(checkpoint, release)
+    save_theirs(checkpoint, releases, version)
 
-    for entry in Entry if release is None else [Entry.MEGATRON]:
+    for entry in Entry if version is None else [Entry.MEGATRON]:
         found = run_processes(SIZE, load_theirs, entry, checkpoint, timeout_s=TIMEOUT_S)
         assert found == [[]] * SIZE
     assert verify(scan(checkpoint)) == ()
