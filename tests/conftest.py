@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.processes import PYTHONPATH
@@ -27,7 +26,8 @@ settings.load_profile("suite")
 
 
 _LONG = (
-    *("cluster", "faults/test_campaign.py", "interop", "packaging", "seams", "stores"),
+    *("benchmarks/test_scripts.py", "cluster", "faults/test_campaign.py", "interop"),
+    *("packaging", "seams", "stores"),
     *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
     *("inprocess/test_nodes.py", "inprocess/test_scripts.py", "cli/test_ranks.py"),
     *("cli/test_bench.py", "recovery/test_megatron_layouts.py", "strategies/test_queues.py"),
@@ -42,11 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(root / name) for name in _LONG):
             item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
         if item.path.is_relative_to(root / "stores"):
             item.add_marker(pytest.mark.multiprocess)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu"):
+        import torch  # noqa: PLC0415 - the process that hands out the tests does without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -10,7 +10,8 @@ from tests.support.processes import finished
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.slow
+LIMIT_S = 800
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 30)]
 
 
 @pytest.mark.parametrize(
@@ -27,4 +28,5 @@ def test_a_tool_finds_nothing_to_say(command: str, tmp_path: Path) -> None:
     program, *args = shlex.split(command)
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}: run `tox`")
-    finished(program, *(str(tmp_path / arg) if arg == "site" else arg for arg in args), cwd=ROOT)
+    args = [str(tmp_path / arg) if arg == "site" else arg for arg in args]
+    finished(program, *args, cwd=ROOT, limit_s=LIMIT_S)

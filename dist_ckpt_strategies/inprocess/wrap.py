@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import re
+import sys
 import time
 import typing
 from collections.abc import Callable
@@ -174,6 +175,7 @@ class HPCallWrapper:
         self._idle = _IdleAttempts(wrapper.max_idle_attempts, wrapper.checkpoint_manager)
         self._memory = ProcessMemory()
         self._records_gradients = torch.is_grad_enabled()
+        self._excepthook = sys.excepthook
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         """The result of ``fn`` in the first attempt that no fault ends.
@@ -341,6 +343,7 @@ class HPCallWrapper:
     def _finalize(self, attempt: Attempt) -> None:
         # An interruption may come within torch.no_grad() before its body, which would undo it.
         torch.set_grad_enabled(self._records_gradients)
+        sys.excepthook = self._excepthook  # each init_process_group would wrap the one before
         on_fault = getattr(self.wrapper.checkpoint_manager, "on_fault", None)
         if on_fault is not None:
             on_fault(attempt.fault)

@@ -229,6 +229,7 @@ class TieredCheckpointManager(CheckpointReader):
         if not self._is_open:
             return
         self._is_open = False
+        self._saves.leave()
         self._poller.release()
         self._root.await_removal(_REMOVAL_S)
         self._root.release()

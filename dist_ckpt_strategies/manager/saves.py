@@ -75,6 +75,13 @@ class Saves:
         if self.resumed is not None:
             self.resumed = step, self.resumed[1]
 
+    def leave(self) -> None:
+        """Say which save has not ended, here and not again where the script ends. Rank-local."""
+        if self.running is not None:
+            text = "%s had not ended when its manager was released: it is probably lost"
+            logger.warning(text, self.running)
+            self.running.request.give_up()
+
     def give_up(self, comm: Communicator, begun: tuple[int, str] | None) -> None:
         """Forget the save under way and what was saved last: ranks have been replaced.
 

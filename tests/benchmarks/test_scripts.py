@@ -110,7 +110,6 @@ def test_a_script_writes_its_lines_and_leaves_nothing(
     assert lines_of(script, tmp_path, takes_directory=takes_directory)[kind]
 
 
-@pytest.mark.long
 def test_the_campaign_of_recovery_finds_no_violation(tmp_path: Path) -> None:
     lines = lines_of(recovery_faults, tmp_path, "--faults", "40", "--seed", "4")
 

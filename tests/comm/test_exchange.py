@@ -70,6 +70,7 @@ def blocks_of(size: int) -> st.SearchStrategy[list[Block]]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(1, 4), st.sampled_from([1, 64, 300, 1 << 20]))
+@pytest.mark.slow
 def test_every_block_arrives_bit_for_bit(data: st.DataObject, size: int, budget: int) -> None:
     blocks = data.draw(blocks_of(size))
     for found in run_ranks(size, lambda comm: carry(comm, blocks, budget + comm.rank)):

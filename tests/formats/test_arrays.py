@@ -81,6 +81,7 @@ def region_of(shape: tuple[int, ...], chance: random.Random) -> tuple[Cut, Part]
 @each_format
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 40))
+@pytest.mark.slow
 def test_any_region_is_loaded_into_memory_of_any_layout(
     backend: tuple[str, int], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -130,6 +130,7 @@ ranges = st.sampled_from([16, 64, 256 << 10])
 
 @settings(deadline=None, max_examples=60)
 @given(seed=seeds, nbytes=ranges, limit=st.sampled_from([100, 1000, 1 << 32]))
+@pytest.mark.slow
 def test_any_boxes_of_any_blocks_are_read_as_they_were_written(
     seed: int, nbytes: int, limit: int
 ) -> None:
@@ -200,6 +201,7 @@ def issues_of(written: Written, content: bytes, expected: PackRecord | None) -> 
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.slow
 def test_every_flipped_byte_and_every_cut_of_a_pack_is_found(
     small: Written, is_listed: bool
 ) -> None:
@@ -222,6 +224,7 @@ def test_every_flipped_byte_and_every_cut_of_a_pack_is_found(
         assert issues_of(small, whole + b"\0", expected)
 
 
+@pytest.mark.slow
 def test_reads_find_every_flipped_byte_of_blocks_and_digests(small: Written) -> None:
     (record,), table = small.records, small.layout.table
     name = file_of(record.name)
@@ -244,6 +247,7 @@ def test_reads_find_every_flipped_byte_of_blocks_and_digests(small: Written) -> 
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
+@pytest.mark.slow
 def test_a_damaged_header_that_is_parsed_is_an_error_of_ours(data: st.DataObject) -> None:
     header = bytearray(Written(5).layout.packs[0].header("s"))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -256,6 +260,7 @@ def test_a_damaged_header_that_is_parsed_is_an_error_of_ours(data: st.DataObject
 # Limits
 
 
+@pytest.mark.slow
 def test_objects_and_long_keys_are_divided_among_packs() -> None:
     objects = [(ObjectId("o", (n,), (MAX_BLOCKS + 5,)), 1) for n in range(MAX_BLOCKS + 5)]
     layout = lay_out([], objects, 3)

@@ -132,6 +132,7 @@ DAMAGES += [set_infinite_size, set_absurd_offset, flip_size_of_root]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.slow
 def test_a_lost_or_damaged_index_says_the_remedy_which_works(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def objects_of(golden: GoldenSet) -> dict[str, Any]:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("has_data", [True, False], ids=["into data", "without data"])
 @both_loads
+@pytest.mark.slow
 def test_arrays_objects_and_common_state_are_what_was_saved(
     golden: GoldenSet, load: Any, *, has_data: bool
 ) -> None:

@@ -135,6 +135,7 @@ def test_without_the_upgrade_the_optimizer_cannot_be_loaded(flat: GoldenSet) -> 
     assert f"{PREFIX}param." in str(result)
 
 
+@pytest.mark.slow
 def test_an_upgrade_holds_what_its_source_holds(flat: GoldenSet, tmp_path: Path) -> None:
     upgrade(flat.checkpoint, tmp_path / "upgraded")
 

@@ -106,6 +106,7 @@ def test_waits_that_time_out_name_the_ranks_that_are_missing(connect: Connect) -
         StoreRendezvous(connect(), "spare").wait_rank(0.02)
 
 
+@pytest.mark.slow
 def test_a_few_of_the_missing_ranks_of_a_large_world_are_named(connect: Connect) -> None:
     with pytest.raises(PeerTimeoutError, match=r"missing: 1, 2, .*, 64 and 935 more"):
         StoreRendezvous(connect(), "w0", place(0, 1000)).barrier(0.02)
@@ -231,6 +232,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
 def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_round(
     connect: Connect, seed: int
 ) -> None:

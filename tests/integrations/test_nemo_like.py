@@ -294,6 +294,7 @@ def test_faults_at_the_beginning_of_steps_change_nothing(tmp_path: Path) -> None
         (planned(3, point=FaultPoint.BATCH_START), False, "Data has no state_dict"),
     ],
 )
+@pytest.mark.slow
 def test_where_no_rank_has_ended_the_step_or_the_data_has_no_state_memory_is_declined(
     fault: dict[str, Any], has_state: bool, why: str, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ LOSSES: dict[str, tuple[int, int, int, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("lost", LOSSES)
+@pytest.mark.slow
 def test_one_surviving_member_of_each_clique_is_enough(lost: str, tmp_path: Path) -> None:
     size, factor, bucket, names = LOSSES[lost]
     before = threading.enumerate()

@@ -61,6 +61,7 @@ def test_at_the_first_start_there_is_nothing_to_load() -> None:
     ("phase", "step", "value"),
     [(Phase.RUNNING, 6, 1.0), (Phase.COMMITTED, 7, 2.0), (Phase.UPDATED, 7, 2.0)],
 )
+@pytest.mark.slow
 def test_a_new_model_takes_over_what_the_old_one_had_and_that_is_let_go_of(
     phase: Phase, step: int, value: float, is_offloaded: bool
 ) -> None:

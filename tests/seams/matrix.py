@@ -231,6 +231,8 @@ def run_cell(cell: Cell, directory: Path) -> str:
     job = Job(cell, directory)
     codes = job.run(0)
     is_over = sorted(job.finals()) == [0, 1]
+    texts = [log.read_text(errors="replace") for log in (directory / "logs").iterdir()]
+    assert not any(" is lost: " in text for text in texts), job.report()  # no save that counts
     outcome = "went on" if is_over else f"ended {[*codes.values()]}"
     if is_over:
         assert not any(codes.values()), job.report()

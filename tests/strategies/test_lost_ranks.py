@@ -1,6 +1,7 @@
 """A rank that is killed or stopped in the middle: the others raise in time, and nothing half
 done is ever taken for a checkpoint."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -183,7 +184,8 @@ def fail_in_a_foreign_load(rank: int, root: Path) -> Any:
             found = [type(error).__name__, str(error), repr(error.__cause__), texts]
         if rank == 1:
             until(lambda: texts)
-    dist.destroy_process_group()  # as when the error ends the process
+    dist.destroy_process_group()  # as when the error ends the process,
+    gc.collect()  # which also ends what frames of the error hold
     return found
 
 

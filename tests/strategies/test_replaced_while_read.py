@@ -218,6 +218,7 @@ def test_verify_learns_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=str)
+@pytest.mark.slow
 def test_a_load_by_dcp_learns_of_it(stored: tuple[str, int], tmp_path: Path) -> None:
     number, is_over = 0, False
     while not is_over:  # once for each file that the load opens

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dist_ckpt_strategies.inprocess.node_guard import kill_session
-
 _ROOT = Path(__file__).resolve().parents[2]
 PYTHONPATH = f"{Path(__file__).with_name('quick_start')}{os.pathsep}{_ROOT}"
 """Of what a test starts."""
@@ -49,6 +47,9 @@ def ended(
         try:
             output, errors = process.communicate(timeout=limit_s)
         except BaseException:
+            # It imports torch, and the process that hands out the tests does without.
+            from dist_ckpt_strategies.inprocess.node_guard import kill_session  # noqa: PLC0415
+
             kill_session(process.pid)
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -172,6 +172,7 @@ def test_an_array_whose_description_is_gone_is_not_passed_over(
     assert OTHER in dist_ckpt_strategies.open(tmp_path / "target")
 
 
+@pytest.mark.slow
 def test_verify_compares_every_byte_of_the_files_beside_the_packs(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -444,6 +445,7 @@ def load_all(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+@pytest.mark.slow
 def test_an_index_that_a_writer_got_wrong_is_an_error_and_no_value(
     change: Callable[[IndexParts], Any], two_saved: Path, tmp_path: Path
 ) -> None:
