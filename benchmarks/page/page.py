@@ -154,6 +154,10 @@ def _goals(rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
             shown.append([goal.text, _number(goal.limit), *spans, met])
     if shown:
         yield "## Goals"
+        yield (
+            "What this project aims at. In bold: not met in every case that was measured; how that "
+            "compares with others says the first table."
+        )
         yield table(("goal", "at most", "measured", "seconds", "met in"), shown)
 
 
