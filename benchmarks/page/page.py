@@ -155,8 +155,8 @@ def _goals(rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     if shown:
         yield "## Goals"
         yield (
-            "What this project aims at. In bold: not met in every case that was measured; how that "
-            "compares with others says the first table."
+            "What this project aims at. Bold: not met in every case that was measured. The first "
+            "table compares with others."
         )
         yield table(("goal", "at most", "measured", "seconds", "met in"), shown)
 

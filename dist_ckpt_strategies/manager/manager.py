@@ -225,7 +225,10 @@ class TieredCheckpointManager(CheckpointReader):
             self.release()
 
     def release(self) -> None:
-        """Give up the signals, then the lock, once a removal under way has had 5 s. Rank-local."""
+        """Give up the signals, then the lock, once a removal under way has had 5 s. Rank-local.
+
+        A save that has not ended is left, with a warning.
+        """
         if not self._is_open:
             return
         self._is_open = False

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.versions import VERSIONS
+from tests.interop.content import VERSIONS
 from tests.support.processes import finished
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")

@@ -11,6 +11,7 @@ import pytest
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.interop.content import (
     COMMON,
+    VERSIONS,
     as_whole,
     cuts,
     flat_cuts,
@@ -20,7 +21,6 @@ from tests.interop.content import (
     recut,
     zeros_alone,
 )
-from tests.interop.versions import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
 from tests.support.ranks import done_by, run_processes
 from tests.support.sharding import differences, state_of, zeros
