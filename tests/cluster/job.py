@@ -129,6 +129,7 @@ class Job:
             with path.open("rb") as file:
                 file.seek(begin)
                 content = file.read()
+            content = content[: content.rfind(b"\n") + 1]  # a reader may see a part of a write
             self._num_read[path] = begin + len(content)
             for line in content.decode().splitlines():
                 at, what, step, digest = line.split()
