@@ -36,7 +36,7 @@ def _section(command: Any) -> Iterator[str]:
     with typer.Context(command, info_name=f"dist-ckpt {command.name}") as context:
         found = command.get_params(context)
     shown = [_row(one) for one in found if one.name != "help" and not getattr(one, "hidden", False)]
-    yield "| | default | |\n|---|---|---|"
+    yield "| option | default | meaning |\n|---|---|---|"
     yield "\n".join(shown) + "\n"
     example, _, status = command.epilog.partition("\n\n")
     yield f"```bash\n{_plain(example).removeprefix('Example: ')}\n```\n"
