@@ -230,6 +230,15 @@ def test_damage_is_found_and_nothing_else(whole: Path, tmp_path: Path, damage: s
     assert problem or found["num_files"] == num_files
 
 
+def test_a_chunk_that_the_disk_cannot_read_is_found(checkpoint: Path) -> None:
+    def fail(_: str, path: str) -> None:
+        if path.endswith(CHUNK):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with before_calls(fail, ["preadv"]):
+        assert issues_of(checkpoint) == [("unreadable", WEIGHT, CHUNK)]
+
+
 @pytest.mark.parametrize("shape", [[10**15], [10**6, 10**6], [10**30]], ids=str)
 def test_an_array_of_a_shape_beyond_all_bounds_lacks_its_chunks(
     checkpoint: Path, shape: list[int]
@@ -241,8 +250,10 @@ def test_an_array_of_a_shape_beyond_all_bounds_lacks_its_chunks(
 
 def test_files_of_a_killed_save_are_listed_and_harmless(checkpoint: Path) -> None:
     (checkpoint / ".removed-w").mkdir()
+    (checkpoint / ".partial-45").mkdir()
     left = {
         ".partial-0123": ("partial", 2),
+        ".partial-45/0.0": ("partial", 6),
         ".removed-w/0.0": ("removed", 5),
         f"{WEIGHT}/0.0_61722fe5c975a722.__lock": ("partial", 3),
         f"{WEIGHT}/0.6172.partial": ("partial", 4),

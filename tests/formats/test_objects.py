@@ -132,6 +132,8 @@ def test_saving_common_state_makes_an_older_checkpoint_incomplete(tmp_path: Path
 
     with pytest.raises(CheckpointNotFoundError):
         load_latest(None, [tmp_path])
+    with pytest.raises(IncompleteCheckpointError, match=r"is missing; common\.pt is there"):
+        dist_ckpt_strategies.open(place)
 
 
 @pytest.mark.parametrize(
