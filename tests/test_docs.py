@@ -146,6 +146,7 @@ def texts_of(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_texts_that_the_runbook_quotes_are_those_of_the_code() -> None:
     package = Path(dist_ckpt_strategies.__file__).parent
     megatrons = [Path(str(module.__file__)) for module in (mapping, validation, base)]

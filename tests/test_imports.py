@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 PACKAGE = "dist_ckpt_strategies"
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,6 +21,7 @@ def imported_by(path: Path, modules: set[str]) -> set[str]:
     return found & modules
 
 
+@pytest.mark.slow
 def test_no_two_files_import_each_other() -> None:
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

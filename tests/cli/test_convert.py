@@ -105,6 +105,7 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "text"), CHANGES)
 def test_each_difference_is_reported_and_ends_with_status_1(
     written: Path, checkpoint: Path, change: Callable[[Path], None], text: str

@@ -130,6 +130,7 @@ def test_a_directory_without_a_checkpoint_is_not_called_damaged(
     assert words in run("diff", root, checkpoint).stderr
 
 
+@pytest.mark.slow
 def test_no_name_steers_the_terminal_or_is_taken_for_markup(checkpoint: Path) -> None:
     (checkpoint / WEIGHT).rename(checkpoint / "a\x1b[31m[red]b\nc")
 
@@ -153,6 +154,7 @@ def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
     assert "cannot be listed: Permission denied" in result.output.replace("\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoints_of_megatron_have_no_issues(tmp_path: Path, name: str) -> None:
     root = GoldenSet.unpack(name, tmp_path).checkpoint

@@ -234,6 +234,7 @@ def test_four_threads(check: Check) -> None:
 # What a rank logs of its own error
 
 
+@pytest.mark.slow
 def test_a_rank_logs_its_error_where_it_raises_another_or_waits_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

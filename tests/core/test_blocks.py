@@ -2,6 +2,7 @@
 
 import zlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ def boxes(draw: st.DrawFn, experts: tuple[int, int], inner: Shape) -> list[Regio
     return found
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_regions_share_with_stored_blocks_what_comparing_each_with_each_finds(
     data: st.DataObject,

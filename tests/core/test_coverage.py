@@ -122,6 +122,7 @@ def blocks_of(draw: st.DrawFn, key: str, shape: Shape) -> tuple[list[Held], list
     return main, [(key, region, draw(rank)) for region in copied]
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_blocks_are_refused_where_counting_elements_finds_a_fault(data: st.DataObject) -> None:
     arrays: Arrays = {}
@@ -191,6 +192,7 @@ def test_messages_name_key_ranks_regions_and_what_to_do() -> None:
         require(arrays, [w, b, ("w", bottom, 9)], only_copied)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_large_array_are_proved_and_each_fault_among_them_is_found() -> None:
     arrays: Arrays = {"experts": (58, 256, 2048, 64)}
     grid = product(range(58), range(256), range(4))
@@ -226,6 +228,7 @@ def spirals(turns: int) -> list[Region]:
     return regions
 
 
+@pytest.mark.slow
 def test_blocks_that_no_plane_separates_are_compared_all_the_same() -> None:
     arrays: Arrays = {"w": (21, 21)}
     main = [("w", region, number) for number, region in enumerate(spirals(10))]

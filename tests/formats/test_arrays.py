@@ -136,6 +136,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "place"),
     [(("zarr", 1), "disk"), (("safetensors", 1), "disk"), (("safetensors", 1), "memory")],
@@ -174,6 +175,7 @@ def test_large_arrays_come_back_whole_and_in_regions_or_are_damaged_from_cache_a
             load(state_of(0, [cut], zeros), place / "c")
 
 
+@pytest.mark.slow
 def test_more_arrays_than_a_system_call_takes_come_back(tmp_path: Path) -> None:
     cuts = [on_grid(f"w{number}", (3,), (1,), size=1) for number in range(2200)]
     save(tmp_path, ("safetensors", 1), *cuts)
@@ -360,6 +362,7 @@ def test_invalid_array_metadata_is_an_error_that_names_key_and_file(tmp_path: Pa
         assert (found.key, found.path) == ("w", str(tmp_path / "w" / ".zarray")), found
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(FIELDS), value=json_values)
 def test_any_value_of_any_field_is_an_array_or_one_of_our_errors(
     tmp_path: Path, name: str, value: Any

@@ -76,6 +76,7 @@ class Client:
         return {"rank": fault.global_rank, "mode": str(fault.mode), "why": fault.why}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exception", "death", "hang", "unhealthy"])
 def test_every_documented_mode_restarts_the_block(mode: str, store_port: int) -> None:
     client = Client(store_port)

@@ -179,6 +179,7 @@ def test_a_block_that_fails_every_time_is_not_run_for_ever(
         wrapper(**settings)(fails)()
 
 
+@pytest.mark.slow
 def test_attempts_that_do_a_step_are_not_idle_and_steps_are_counted_anew() -> None:
     found: list[int] = []
 
@@ -223,6 +224,7 @@ def importing(call: Any) -> None:
     call.whole = importlib.import_module("takes_long_to_import").whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_early", [True, False])
 def test_the_block_is_interrupted_before_or_after_what_the_abort_does(is_early: bool) -> None:
     found: list[bool] = []
@@ -360,6 +362,7 @@ def test_memory_and_cycles_of_an_attempt_are_gone_in_the_next() -> None:
     assert memory_in_use()[0] - resident[2] > 60 << 20
 
 
+@pytest.mark.slow
 def test_groups_made_before_the_call_are_ended_and_the_users_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     num_frozen = gc.get_freeze_count()

@@ -156,6 +156,7 @@ def test_faults_one_after_the_other_at_any_point_of_an_epoch_change_nothing(
         assert found == undisturbed, faults
 
 
+@pytest.mark.slow
 def test_a_manager_of_all_tiers_asks_memory_first(tmp_path: Path) -> None:
     faults = [PlannedFault(0, 3, FaultPoint.FORWARD), PlannedFault(0, 6, FaultPoint.AFTER_BACKWARD)]
     undisturbed = run_alone(tmp_path / "undisturbed", [], LOOPS[0])

@@ -273,6 +273,7 @@ def planned(*steps: int, point: FaultPoint) -> dict[str, Any]:
     return {"faults": tuple(PlannedFault(0, step, point) for step in steps)}
 
 
+@pytest.mark.slow
 def test_faults_at_the_beginning_of_steps_change_nothing(tmp_path: Path) -> None:
     store, faults = HashStore(), planned(1, 3, 6, point=FaultPoint.BATCH_START)
 

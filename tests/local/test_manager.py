@@ -116,6 +116,7 @@ def test_ranks_find_their_parts_wherever_they_and_the_parts_are(tmp_path: Path) 
     run_threads(4, body, tmp_path)
 
 
+@pytest.mark.slow
 def test_as_many_saves_are_kept_as_asked_for_and_no_stale_files(tmp_path: Path) -> None:
     root = str(tmp_path)
 
@@ -150,6 +151,7 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_stale_files(tmp_path: Path) 
     run_threads(4, body, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["pread", "listdir"])
 def test_nothing_is_removed_or_taken_for_absent_since_it_cannot_be_read_now(  # noqa: PLR0915
     call: str, tmp_path: Path
@@ -287,6 +289,7 @@ def begin(node: Node, manager: LocalCheckpointManager, iteration: int) -> Any:
     return request
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_keeps_what_was_there_and_counts_once_all_ranks_finalise_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +321,7 @@ def test_a_save_in_the_background_keeps_what_was_there_and_counts_once_all_ranks
     assert threads_left(before) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 9])
 def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
     root = str(tmp_path)

@@ -116,6 +116,7 @@ class OnlyTrainer(MemoryProvider):
 INTERRUPTED = "rank 0: was interrupted in its update of step 0: its st"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "phase", "is_offloaded", "why"),
     [

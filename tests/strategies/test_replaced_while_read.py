@@ -169,6 +169,7 @@ def test_ranks_that_open_different_saves_are_refused(tmp_path: Path) -> None:
     assert run_processes(2, load_what_each_rank_sees, tmp_path, timeout_s=150) == [None] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "then"),
     [(("zarr", 1), ("zarr", 1)), (("zarr", 1), PACKS), (PACKS, PACKS)],  # packs stay beside others
@@ -196,6 +197,7 @@ def test_a_conversion_and_a_comparison_learn_of_it(
         assert not (target / "metadata.json").exists()
 
 
+@pytest.mark.slow
 def test_verify_learns_of_it(tmp_path: Path) -> None:
     number, found = 0, [""]
     while number == 0 or found[-1]:  # once for each file that it opens, and once without a save

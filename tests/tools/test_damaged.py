@@ -94,6 +94,7 @@ def damage(root: Path, name: str) -> None:
         flip_at(root / "common.pt", 70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_damaged_is_left_out_and_listed(
@@ -155,6 +156,7 @@ def test_a_pack_that_is_gone_takes_its_arrays_along(saved: Path, tmp_path: Path)
     assert (found["num_arrays"], found["num_objects"]) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [("zarr@1", ".zarray"), ("zarr@3", "zarr.json")])
 @pytest.mark.parametrize("keys", [None, "model.*"])
 def test_an_array_whose_description_is_gone_is_not_passed_over(
@@ -231,6 +233,7 @@ def test_blocks_with_equal_digests_are_not_read_and_others_are(saved: Path, tmp_
     assert (found.a, found.b) == ("1.0", "2.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_comparison_goes_on_over_damage(saved: Path, tmp_path: Path, name: str) -> None:
     broken, changed = copied(saved / name, tmp_path / "broken"), tmp_path / "changed"
@@ -284,6 +287,7 @@ def test_keys_of_which_an_upgrade_would_make_one_are_refused(tmp_path: Path) -> 
 # copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_part_is_copied_in_the_format_of_the_source(
     saved: Path, tmp_path: Path, name: str

@@ -76,6 +76,7 @@ def random_index(rng: random.Random, shape: tuple[int, ...]) -> Any:
     return index[0] if len(index) == 1 and rng.random() < 0.5 else tuple(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_slices_are_those_of_numpy(saved: Path, name: str) -> None:
     before = contents(saved / name)

@@ -241,6 +241,7 @@ def have_a_manager_remove_it(root: Path) -> None:
 WAYS = [replace_it, prune_it, have_a_manager_remove_it]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("put", [put_beside, put_within])
 def test_what_is_no_part_of_packs_stays_when_they_go(
@@ -264,6 +265,7 @@ def killed() -> None:
     raise KilledError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", ["one", "packs"])
 def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
     sample: str, samples: Path, tmp_path: Path

@@ -51,6 +51,7 @@ def killed(tmp_path: Path) -> tuple[Path, list[Path]]:
     return root, states
 
 
+@pytest.mark.slow
 def test_what_killed_saves_left_goes_and_the_checkpoint_stays(
     killed: tuple[Path, list[Path]],
 ) -> None:
