@@ -76,6 +76,25 @@ def random_index(rng: random.Random, shape: tuple[int, ...]) -> Any:
     return index[0] if len(index) == 1 and rng.random() < 0.5 else tuple(index)
 
 
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("zarr", 1)], ids=str)
+def test_a_slice_crosses_blocks(tmp_path: Path, backend: tuple[str, int]) -> None:
+    values = torch.arange(48.0).reshape(8, 6)
+    rows_and_columns = [(row, column) for row in range(4) for column in range(2)]
+    state = {
+        f"{row} {column}": ShardedTensor.from_rank_offsets(
+            "w",
+            values[2 * row : 2 * row + 2, 3 * column : 3 * column + 3].contiguous(),
+            *((0, row, 4), (1, column, 2)),
+        )
+        for row, column in rows_and_columns
+    }
+    dist_ckpt_strategies.save(state, tmp_path, backend)
+    array = dist_ckpt_strategies.open(tmp_path)["w"]
+
+    for index in (np.s_[3:7, 1:5], np.s_[1, 2:], np.s_[..., 3:4], np.s_[-3:, :1], np.s_[5]):
+        assert np.array_equal(array[index], values.numpy()[index]), index
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_slices_are_those_of_numpy(saved: Path, name: str) -> None:
