@@ -55,6 +55,11 @@ class RankShouldRestart(BaseException):
         self.fault = fault
 
 
+def is_in_block() -> bool:
+    """Whether this process runs a function that a wrapper runs again after a fault."""
+    return isinstance(getattr(signal.getsignal(SIGNAL), "__self__", None), Interrupter)
+
+
 class Interrupter:
     """Raises RankShouldRestart in the block, again and again, until the block has been left.
 

@@ -17,6 +17,7 @@ from dist_ckpt_strategies.comm.base import (
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import CheckpointError, PlanError
+from dist_ckpt_strategies.inprocess.attempt import is_in_block
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy, whole_step
@@ -229,11 +230,14 @@ class TieredCheckpointManager(CheckpointReader):
 
         A save that has not ended is left, with a warning.
         """
+        self._release(runs_again=False)
+
+    def _release(self, *, runs_again: bool) -> None:
         if not self._is_open:
             return
         self._is_open = False
         self._saves.leave()
-        self._poller.release()
+        self._poller.release(runs_again=runs_again)
         self._root.await_removal(_REMOVAL_S)
         self._root.release()
 
@@ -255,7 +259,8 @@ class TieredCheckpointManager(CheckpointReader):
                 self.wait()
         except CheckpointError:
             logger.exception("the save under way failed")
-        self.release()
+        is_end = issubclass(kind, SystemExit | KeyboardInterrupt)
+        self._release(runs_again=is_in_block() and not is_end)
 
     def _open(self, *, to_save: bool = False) -> Communicator:
         """All ranks; the first time in a process group, rank 0 takes the lock. Collective then."""

@@ -1,5 +1,7 @@
 """The poll of all ranks after a step: signals, minutes, ``should_save``, the end of a save."""
 
+from __future__ import annotations
+
 import logging
 import signal
 import threading
@@ -45,8 +47,8 @@ class Poller:
 
     def __init__(self, root: str, policy: SavePolicy, options: ManagerOptions) -> None:
         self._root, self._policy, self._options = root, policy, options
-        self._handlers: dict[int, Any] = {}
-        self._is_watching = False
+        self.replaced: dict[int, Any] = {}  # handlers of signals
+        self.is_watching = False
         self._pending: tuple[Callable[[], list[int]], RunningSave | None] | None = None
 
     def preempt(self) -> None:
@@ -64,24 +66,35 @@ class Poller:
     def begin(self) -> None:
         """Begin anew, in a process group. Rank-local."""
         self._pending = None
+        if any(map(_left_by_attempt, self._options.preemption_signals)):
+            self.handle_signals()
 
     def handle_signals(self) -> None:
         """Handle the preemption signals, from the first call on. Rank-local."""
-        if self._is_watching:
+        if self.is_watching:
             return
-        self._is_watching = True
+        self.is_watching = True
         if threading.current_thread() is threading.main_thread():
             for number in self._options.preemption_signals:
-                self._handlers[number] = signal.signal(number, lambda *_: self.preempt())
+                left, before = _left_by_attempt(number), signal.signal(number, self._on_signal)
+                self.replaced[number] = left.replaced[number] if left else before
         elif self._options.preemption_signals:
             logger.warning("preemption_signals: only the main thread can handle signals")
 
-    def release(self) -> None:
-        """Give up the signals. Rank-local."""
-        self._is_watching = False
-        for number, handler in self._handlers.items():
+    def release(self, *, runs_again: bool) -> None:
+        """Give up the signals: to the next attempt, if the function ``runs_again``. Rank-local.
+
+        Until its manager opens they are noted here: they must not end the process meanwhile.
+        """
+        self.is_watching = False
+        if runs_again:
+            return
+        for number, handler in self.replaced.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        self._handlers.clear()
+        self.replaced.clear()
+
+    def _on_signal(self, *_: object) -> None:
+        self.preempt()
 
     def ask(
         self, comm: Communicator, step: int, saves: Saves, tiers: Collection[Tier], *, force: bool
@@ -155,6 +168,13 @@ class Poller:
             comm.note_failure(error)
             raise
         return _GLOBAL * (tier is Tier.GLOBAL) | _LOCAL * (tier is Tier.LOCAL)
+
+
+def _left_by_attempt(number: int) -> Poller | None:
+    """The poller of an attempt before that notes the signal, if any."""
+    poller = getattr(signal.getsignal(number), "__self__", None)
+    is_left = isinstance(poller, Poller) and not poller.is_watching
+    return poller if is_left else None
 
 
 def _raise_any(failures: list[Exception]) -> None:

@@ -46,6 +46,7 @@ from tests.support.entries import Failure, logged, outcome
 from tests.support.memory_provider import MemoryProvider
 from tests.support.processes import finished, run_script, until
 from tests.support.ranks import RankDiedError, allow_processes, forkserver, run_processes
+from tests.support.restarts import Wrappers, join_group, run_restartable
 from tests.support.system_calls import before_calls
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -357,6 +358,46 @@ def test_an_attempt_that_fails_after_the_signal_does_not_forget_it(tmp_path: Pat
     with manager() as third:
         third.save(3, state)
         assert third.all_steps() == [2]
+
+
+def is_told_to_end_between_attempts(rank: int, wrappers: Wrappers, root: str) -> list[int]:
+    """Body of a rank: one fails; then another gets a signal before the next attempt's manager."""
+    attempts: list[int] = []
+
+    @wrappers()
+    def train() -> None:
+        attempts.append(len(attempts) + 1)
+        if attempts[-1] == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        join_group()
+        with TieredCheckpointManager(root, options=OPTIONS) as manager:
+            weights = torch.full((4,), float(attempts[-1]))
+            replica = ShardedTensor.from_rank_offsets("w", weights, replica_id=rank)
+            manager.save(attempts[-1], {"w": replica})
+            if rank == 0:
+                raise ValueError("on purpose")
+            dist.barrier()
+
+    with pytest.raises(SystemExit, match="143"):
+        train()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return attempts
+
+
+def test_a_signal_between_attempts_saves_what_the_next_one_has(tmp_path: Path) -> None:
+    assert run_restartable(2, is_told_to_end_between_attempts, str(tmp_path)) == [[1, 2], [1, 2]]
+    assert TieredCheckpointManager(tmp_path).all_steps() == [2]
+
+
+def test_an_error_outside_of_attempts_gives_the_signals_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+    with suppress(ValueError), TieredCheckpointManager(tmp_path, options=OPTIONS) as manager:
+        manager.save(1, state)
+        assert signal.getsignal(signal.SIGTERM) is not before
+        raise ValueError("on purpose")
+
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 ENDING = """
