@@ -86,7 +86,7 @@ class Poller:
 
         Until its manager opens they are noted here: they must not end the process meanwhile.
         """
-        self.is_watching = False
+        self.is_watching, self._pending = False, None
         if runs_again:
             return
         for number, handler in self.replaced.items():
