@@ -73,13 +73,13 @@ class Poller:
         """Handle the preemption signals, from the first call on. Rank-local."""
         if self.is_watching:
             return
-        self.is_watching = True
         if threading.current_thread() is threading.main_thread():
             for number in self._options.preemption_signals:
                 left, before = _left_by_attempt(number), signal.signal(number, self._on_signal)
                 self.replaced[number] = left.replaced[number] if left else before
         elif self._options.preemption_signals:
             logger.warning("preemption_signals: only the main thread can handle signals")
+        self.is_watching = True
 
     def release(self, *, runs_again: bool) -> None:
         """Give up the signals: to the next attempt, if the function ``runs_again``. Rank-local.

@@ -360,8 +360,14 @@ def test_an_attempt_that_fails_after_the_signal_does_not_forget_it(tmp_path: Pat
         assert third.all_steps() == [2]
 
 
-def is_told_to_end_between_attempts(rank: int, wrappers: Wrappers, root: str) -> list[int]:
-    """Body of a rank: one fails; then another gets a signal before the next attempt's manager."""
+def is_told_to_end_between_attempts(
+    rank: int, wrappers: Wrappers, root: str, is_kept: bool
+) -> list[int]:
+    """Body of a rank: one fails; then another gets a signal before the next attempt's manager.
+
+    With ``is_kept`` that is the one of the attempt before.
+    """
+    kept = TieredCheckpointManager(root, options=OPTIONS)
     attempts: list[int] = []
 
     @wrappers()
@@ -370,7 +376,8 @@ def is_told_to_end_between_attempts(rank: int, wrappers: Wrappers, root: str) ->
         if attempts[-1] == 2 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         join_group()
-        with TieredCheckpointManager(root, options=OPTIONS) as manager:
+        made = kept if is_kept else TieredCheckpointManager(root, options=OPTIONS)
+        with made as manager:
             weights = torch.full((4,), float(attempts[-1]))
             replica = ShardedTensor.from_rank_offsets("w", weights, replica_id=rank)
             manager.save(attempts[-1], {"w": replica})
@@ -384,8 +391,12 @@ def is_told_to_end_between_attempts(rank: int, wrappers: Wrappers, root: str) ->
     return attempts
 
 
-def test_a_signal_between_attempts_saves_what_the_next_one_has(tmp_path: Path) -> None:
-    assert run_restartable(2, is_told_to_end_between_attempts, str(tmp_path)) == [[1, 2], [1, 2]]
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_signal_between_attempts_saves_what_the_next_one_has(
+    tmp_path: Path, is_kept: bool
+) -> None:
+    body = is_told_to_end_between_attempts
+    assert run_restartable(2, body, str(tmp_path), is_kept) == [[1, 2], [1, 2]]
     assert TieredCheckpointManager(tmp_path).all_steps() == [2]
 
 
