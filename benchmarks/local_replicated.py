@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -202,16 +203,16 @@ def main() -> None:
     """Save, load and recover local checkpoints with every candidate in turn."""
     parser = Parser(__doc__)
     parser.add_comparison(NAMES, (LOCAL_BASELINE,), sizes_gb=(), repetitions=3)
-    parser.add_argument("--mib", type=int, default=32, help="MiB of each rank's state (32)")
+    parser.add_repeated("mib", (32, 256), "MiB of each rank's state", type=int)
     options = parser.parse()
-    nbytes = (1 if options.smoke else options.mib) * _MIB
+    sizes = [_MIB] if options.smoke else [mib * _MIB for mib in options.mib]
     with open_output(options.out, __file__) as output:
         names = options.names
         if find_spec("nvidia_resiliency_ext") is None:
             for name in {NVRX, FLUSHED_NVRX} & {*names}:
                 output.skip(name, "nvidia_resiliency_ext is not installed")
                 names.remove(name)
-        for parent in options.directory:
+        for nbytes, parent in product(sizes, options.directory):
             with workspace(parent) as place:
                 args = (nbytes, names, place, options.repetitions)
                 found = rounds.run_on_ranks(_NUM_RANKS, measure, *args, timeout_s=options.timeout_s)

@@ -34,7 +34,7 @@ BENCHMARKS: Final = {
     "two_stage": ("--size", "0.5"),
     "reshard": ("--size", "0.5"),
     "local_replicated": (),
-    "async_save": ("--size", "0.5"),
+    "async_save": ("--size", "0.5", "--size", "2"),
     "tools": (),
     "object_stores": ("--size", "0.5"),
     "growth": (),

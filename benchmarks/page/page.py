@@ -277,13 +277,14 @@ def _recovery_tables(faults: Found) -> Iterator[str]:
 
 
 def _overhead_table(overhead: Found) -> Iterator[str]:
-    added = {line["candidate"]: line for line in overhead.of_kind("summary")}
+    added = {(line["num_ranks"], line["candidate"]): line for line in overhead.of_kind("summary")}
     rows = []
     for line in overhead.of_kind("rounds"):
-        row = [line["candidate"], _number(statistics.median(line["ms_per_step"])), "-", "-", "-"]
-        if more := added.get(line["candidate"]):
-            measured_ms = more.get("cpu_ms_per_rank_step")  # older results have none
-            cpu_ms = "-" if measured_ms is None else _number(measured_ms)
+        which = line["num_ranks"], line["candidate"]
+        ms = _number(statistics.median(line["ms_per_step"]))
+        row = [f"{which[0]} ranks: {which[1]}", ms, "-", "-", "-"]
+        if more := added.get(which):
+            cpu_ms = _number(more["cpu_ms_per_rank_step"])
             row[2:] = _number(more["ms_per_step"]), f"{100 * more['share']:.2f} %", cpu_ms
         rows.append(row)
     if rows:
