@@ -111,6 +111,23 @@ def is_from_peer(error: BaseException | None) -> bool:
     return type(error) is RuntimeError and raised_by.startswith(("torch.distributed", _OURS))
 
 
+def begin_gather_rows(
+    mine: torch.Tensor, group: ProcessGroup | None, *, meets_others: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """Begin to gather one-dimensional tensors of one size, as rows by rank; these, and the work.
+
+    Collective. Gloo passes those of an all-gather around a ring, one hop after the other; in an
+    all-to-all every rank sends to each at once. With ``meets_others`` it is an all-gather all the
+    same: a rank that is in another package's, which most often sends 8 bytes first, is found out.
+    """
+    size = dist.get_world_size(group)
+    found = mine.new_empty((size, mine.numel()))
+    if mine.device.type == "cpu" and not meets_others:
+        copies = mine.expand(size, -1).contiguous()
+        return found, dist.all_to_all_single(found, copies, group=group, async_op=True)
+    return found, dist.all_gather([*found.unbind()], mine, group=group, async_op=True)
+
+
 def new_gloo_groups(
     world: Communicator, group: ProcessGroup | None, num_groups: int, *, timeout_s: float
 ) -> tuple[ProcessGroup, ...]:

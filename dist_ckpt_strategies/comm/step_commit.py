@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
+from dist_ckpt_strategies.comm.process_group import (
+    ProcessGroup,
+    begin_gather_rows,
+    is_distributed,
+    message_device,
+)
 from dist_ckpt_strategies.device import await_gpu, raise_if_aborted
 from dist_ckpt_strategies.errors import RestartError
 
@@ -105,10 +110,7 @@ class StepCommit:
 
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
         """The tensors of all replicas, in rows, on the host."""
-        mine = mine.to(message_device(self._replicas))
-        found = mine.new_empty((dist.get_world_size(self._replicas), mine.numel()))
-        rows = list(found.unbind())
-        work: Any = dist.all_gather(rows, mine, group=self._replicas, async_op=True)
+        found, work = begin_gather_rows(mine.to(message_device(self._replicas)), self._replicas)
         work.wait(self._limit)
         found = found.cpu()
         raise_if_aborted()

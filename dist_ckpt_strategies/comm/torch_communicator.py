@@ -27,6 +27,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
+    begin_gather_rows,
     is_distributed,
     is_from_peer,
     require_member,
@@ -51,6 +52,9 @@ _NUMBER = struct.Struct("=q")
 
 _SIZE_BITS = 41
 """Of the number that leads a message: its size. The bits above say what for."""
+
+_ROOM_NBYTES = 248
+"""For a short message beside its number."""
 
 _PURPOSE_BITS = 63 - _SIZE_BITS
 _PURPOSE_NBYTES = 160
@@ -137,6 +141,7 @@ class TorchCommunicator(Communicator):
         digest = xxhash.xxh3_64_intdigest(what[0].encode())
         self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
         self._num_collectives = 0
+        self._me = object()
 
     @property
     def _what(self) -> str:
@@ -146,8 +151,8 @@ class TorchCommunicator(Communicator):
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator.
 
-        One number leads, for the size and the purpose: another collective of the job most likely
-        sends a number too.
+        A number leads, for the size and the purpose. The first time it travels alone: another
+        collective of the job most likely sends a number too. Later on, what is short goes with it.
         """
         failure: CheckpointError | None = None
         try:
@@ -155,10 +160,13 @@ class TorchCommunicator(Communicator):
         except (TypeError, ValueError, MemoryError, RecursionError) as error:
             failure = as_checkpoint_error(error)
             content = json.dumps(failure.message).encode()
-        sizes = self.begin_gather(len(content))()
+        room = _ROOM_NBYTES if self._progress.caller is self._me else 0
+        await_all = self._begin_numbered(len(content), content[:room].ljust(room, b"\0"))
+        sizes, texts = map(list, zip(*await_all(), strict=True))
         if not any(sizes):
             return [None] * self.size
-        texts = self._begin_gathered(content.ljust(max(sizes), b"\0"))()
+        if max(sizes) > room:
+            texts = self._begin_gathered(content.ljust(max(sizes), b"\0"))()
         if failure is not None:
             raise failure.at_rank(self.global_ranks[self.rank])
         messages = []
@@ -174,16 +182,24 @@ class TorchCommunicator(Communicator):
 
     def begin_gather(self, number: int) -> Callable[[], list[int]]:
         """See Communicator. The host does not wait for the GPU before the function is called."""
-        await_all = self._begin_gathered(_NUMBER.pack(self._purpose_number << _SIZE_BITS | number))
+        await_all = self._begin_numbered(number, b"")
+        return lambda: [of_rank for of_rank, _ in await_all()]
 
-        def numbers() -> list[int]:
-            found = [_NUMBER.unpack(content)[0] for content in await_all()]
+    def _begin_numbered(self, number: int, text: bytes) -> Callable[[], list[tuple[int, bytes]]]:
+        """Begin to gather numbers, led by the purpose, and texts of one size."""
+        lead = _NUMBER.pack(self._purpose_number << _SIZE_BITS | number)
+        await_all = self._begin_gathered(lead + text)
+
+        def numbered() -> list[tuple[int, bytes]]:
+            contents = await_all()
+            found = [_NUMBER.unpack_from(content)[0] for content in contents]
             purposes = [one >> _SIZE_BITS for one in found]
             if len(set(purposes)) > 1:
                 raise self._other_purpose(purposes)
-            return [one & (1 << _SIZE_BITS) - 1 for one in found]
+            texts = (content[_NUMBER.size :] for content in contents)
+            return [*zip((one & (1 << _SIZE_BITS) - 1 for one in found), texts, strict=True)]
 
-        return numbers
+        return numbered
 
     def _other_purpose(self, purposes: Sequence[int]) -> CheckpointError:
         """The error for ranks that call for different purposes.
@@ -210,12 +226,12 @@ class TorchCommunicator(Communicator):
         raise_if_aborted()  # what this rank would send may rest on garbage
         self._num_collectives += 1
         progress = self._progress
+        progress.caller = self._me
         pause_s = progress.begin_collective()
         deadline = time.monotonic() + self._timeout_s
         device = self._message_device
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         mine = mine.to(device, non_blocking=True)  # without a wait for what the GPU has to do
-        found = [torch.empty_like(mine) for _ in range(self.size)]
         with _PeerErrors(self, deadline):
             if progress.total == 1:
                 progress.write_note()
@@ -224,7 +240,8 @@ class TorchCommunicator(Communicator):
                 channel = self._unconnected.pop()
                 work = dist.all_reduce(nothing, group=channel, async_op=True)
                 _wait(work, deadline, self.device)
-            work = dist.all_gather(found, mine, group=self._group, async_op=True)
+            is_number = mine.numel() == _NUMBER.size
+            found, work = begin_gather_rows(mine, self._group, meets_others=is_number)
 
         def await_all() -> list[bytes]:
             deadline = time.monotonic() + self._timeout_s
@@ -235,7 +252,8 @@ class TorchCommunicator(Communicator):
                 if pause_s > _SHARE_OF_LIMIT * self._timeout_s:
                     progress.require_awaited(self._what)
             progress.failure = ""
-            return [tensor.numpy().tobytes() for tensor in to_host_beside(found)]
+            (rows,) = to_host_beside([found])
+            return [row.tobytes() for row in rows.numpy()]
 
         return await_all
 

@@ -19,16 +19,16 @@ def replicate(rank: int) -> None:
     too_long = commit.replicate(b"x" * 1000 if rank == 0 else b"short")
     assert too_long == ({other: b"short"} if rank == 0 else {})
 
-    gather = dist.all_gather
+    exchange = dist.all_to_all_single
 
-    def flip_a_bit(rows: list[Any], *args: Any, **options: Any) -> Any:
-        work = gather(rows, *args, **options)
+    def flip_a_bit(rows: Any, *args: Any, **options: Any) -> Any:
+        work = exchange(rows, *args, **options)
         work.wait()
         rows[other][18] ^= 1  # a length and a digest come before the content
         return work
 
     with pytest.MonkeyPatch.context() as changes:
-        changes.setattr(dist, "all_gather", flip_a_bit)
+        changes.setattr(dist, "all_to_all_single", flip_a_bit)
         with pytest.raises(RestartError, match=f"states of rank {other} arrived damaged"):
             commit.replicate(b"of %d" % rank)
 

@@ -208,7 +208,7 @@ def survives(rank: int, killed: int, is_within: bool) -> Any:
     comm = open_communicator(None, timeout_s=60.0, purpose="save of /ckpt/iter_1")
     run_collectively(comm, lambda: None)
     if rank == killed and is_within:
-        vars(dist)["all_gather"] = kill_this_process
+        vars(dist)["all_to_all_single"] = kill_this_process
     elif rank == killed:
         kill_this_process()
     found = outcome(lambda: run_collectively(comm, lambda: None))

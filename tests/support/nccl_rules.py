@@ -225,6 +225,11 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         return self._collective("all_gather", inputs, outputs[0])
 
     @_over_gloo_too
+    def alltoall_base(self, *_: Any) -> Any:
+        """Over gloo alone."""
+        raise RuleBrokenError("the model has no all-to-all of tensors on a GPU")
+
+    @_over_gloo_too
     def broadcast(self, tensors: Any, options: Any) -> Any:
         root, memory = options.rootRank, list(map(memory_of, tensors))
 
