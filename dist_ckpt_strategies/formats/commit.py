@@ -18,7 +18,7 @@ from uuid import uuid4
 from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, PeerLostError, StorageError, some_of
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.locations import Location, is_finished
+from dist_ckpt_strategies.formats.locations import Location, holds_dcp, is_finished, place_of
 from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories, object_ids, object_path
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -57,7 +57,7 @@ def staging_of(root: Path, save_id: str) -> Directory:
 
 def require_unfinished(root: Location) -> None:
     """Raise CheckpointExistsError where there is a finished checkpoint."""
-    if is_finished(root):
+    if is_finished(root) or holds_dcp(place_of(root)):
         raise CheckpointExistsError(
             f"{root} already holds a finished checkpoint; pass overwrite=True to replace it",
             path=str(root),

@@ -222,6 +222,17 @@ def holds_packs(location: Location) -> bool:
     return False
 
 
+def holds_dcp(store: Place) -> bool:
+    """Whether a checkpoint of torch.distributed.checkpoint's own files is all that is there.
+
+    Megatron-Core's, which has such files, has ``common.pt`` first.
+    """
+    others = MARKER_NAME, COMMON_NAME, PACKS_INDEX
+    return (
+        isinstance(store, Directory) and store.has(".metadata") and not any(map(store.has, others))
+    )
+
+
 def marker_of(store: Place) -> CheckpointMarker | None:
     """The marker; None if there is none, or if it does not parse."""
     with suppress(IncompleteCheckpointError, ValueError, TypeError):
@@ -264,6 +275,11 @@ def _what_is_there(location: Location) -> str:
             return (
                 f"; a save began, as packs, and has not come to its end, or {PACKS_INDEX} is lost; "
                 "then `dist-ckpt rebuild-index` makes it anew from the packs"
+            )
+        if holds_dcp(Directory(location)):
+            return (
+                "; it is torch.distributed.checkpoint's own: load it by that, without a reader of "
+                "this package, and save it again"
             )
         if any(location.glob(f"{PARTIAL_PREFIX}*/")):
             return "; a save began and has not come to its end"

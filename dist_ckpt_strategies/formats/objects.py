@@ -245,15 +245,20 @@ def _by_name(entry: Any) -> tuple[Any, str]:
     return entry, name
 
 
-def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
+def load_content(
+    content: bytes, path: Path | str, name: str, allow: Allowed, *, is_whole: bool = False
+) -> Any:
     """The object that ``dump_object`` made bytes of, its tensors on the CPU.
+
+    ``is_whole``: they have been compared with a digest.
 
     Raises:
         UnsafeObjectError: it needs a class that is not in ``allow``.
         CorruptCheckpointError: they are not what ``torch.save`` wrote.
         IncompatibleVersionError: it needs a member of an enum that the installed release lacks.
     """
-    require_archive(content, path, name)
+    if not is_whole:
+        require_archive(content, path, name)
     with allowing(allow):
         try:
             return _unpickled(content)

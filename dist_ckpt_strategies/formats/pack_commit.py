@@ -36,7 +36,7 @@ from dist_ckpt_strategies.formats.index import (
     build_full_index,
     full_index_of,
 )
-from dist_ckpt_strategies.formats.locations import PACKS, marker_of
+from dist_ckpt_strategies.formats.locations import PACKS, holds_dcp, marker_of
 from dist_ckpt_strategies.formats.pack_write import FOLDER, PackRecord, delete_files, file_of
 from dist_ckpt_strategies.storage.bucket import Bucket, Place, content_of
 from dist_ckpt_strategies.storage.files import (
@@ -50,8 +50,10 @@ from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancell
 
 logger = logging.getLogger(__name__)
 
-_INTEGRITY = "integrity.json"  # Megatron-Core's digests, written after a save of its own
-_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, _INTEGRITY)
+_OF_TORCH_DIST = (".metadata", "integrity.json")
+"""What makes its files a checkpoint, and Megatron-Core's digests, written after a save of its."""
+
+_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, *_OF_TORCH_DIST)
 
 _NOT_COMMITTED = (
     "; nothing was committed; save again, from all ranks to one directory on a file system that "
@@ -146,8 +148,8 @@ def commit(
         raise_if_cancelled()
         failure = _write_copies(store, save, marker_first=is_over_another)
     kept = {file_of(pack.name) for pack in save.packs}  # where only the index is new
-    if isinstance(store, Directory):
-        replaced.append(_INTEGRITY)
+    if isinstance(store, Directory) and failure is None:
+        replaced += _OF_TORCH_DIST
     delete_files(store, [name for name in replaced if name not in kept])
     return failure
 
@@ -171,7 +173,7 @@ def _write_copies(store: Place, save: NewSave, *, marker_first: bool) -> Storage
 def warn_of_another_format(store: Place) -> bool:
     """Whether a checkpoint of another format counts here, or would; logs what stays of it."""
     with suppress(StorageError):
-        if marker_of(store) in {None, PACKS}:
+        if marker_of(store) in {None, PACKS} and not holds_dcp(store):
             return False
         stays = {name.partition("/")[0] for name in store.names()} - {*_OWN_NAMES}
         logger.warning(

@@ -135,11 +135,19 @@ def read_content(
         path = store.path(file_of(pack.name))
         text = f"{key}: {path} has no {stored}; the index that says so is damaged"
         raise CorruptCheckpointError(text, key=key, path=path)
-    content, size = np.empty(stored.nbytes, np.uint8), np.array([[stored.nbytes]])
-    place = np.array([[0, stored.byte_offset, stored.first_range]])
-    reads = BlockReads({0: pack}, place, size, 0 * size, size, [content], [key])
-    for job in read_jobs(store, reads, tables):
-        job.run()
+    if pack not in tables:
+        read_table(store, pack, tables, key)
+    stop = stored.first_range + num_ranges(stored.nbytes)
+    digests = tables[pack][stored.first_range : stop].tolist()
+    content, at = np.empty(stored.nbytes, np.uint8), pack.data_start + stored.byte_offset
+    ranges = [content[n : n + RANGE_NBYTES] for n in range(0, content.size, RANGE_NBYTES)]
+    done = 0
+    with _named(lambda: key, pack):
+        for num_filled in store.read_steps(file_of(pack.name), at, ranges):
+            for number in range(done, num_filled):
+                start = at + number * RANGE_NBYTES
+                _compare(store, pack, key, start, ranges[number], digests[number])
+            done = num_filled
     return content.tobytes()
 
 

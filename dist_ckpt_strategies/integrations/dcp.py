@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dist_ckpt_strategies.comm.abort import run_abandonable
 from dist_ckpt_strategies.comm.base import Communicator, run_and_gather, run_collectively
@@ -41,7 +42,7 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader
+from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader, plain_state
 from dist_ckpt_strategies.integrations.dcp_writer import PackStorageWriter
 from dist_ckpt_strategies.sharded.agreement import require_same_checkpoint
 from dist_ckpt_strategies.storage.host import no_garbage_collection
@@ -105,15 +106,15 @@ def save(  # noqa: PLR0913 - those of DCP
     chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
     comm = _communicator(process_group, chosen, f"to {path}", "DCP save", no_dist=no_dist)
 
-    def prepare() -> PackStorageWriter:
+    def prepare() -> tuple[PackStorageWriter, dict[str, Any]]:
         how: Any = {"options": chosen, "allow": allow, "overwrite": overwrite}
         writer = storage_writer or PackStorageWriter(path, **how)
         writer.reset(path)
-        return writer
+        return writer, plain_state(state_dict)  # in DCP's save a rank that raises leaves its peers
 
-    writer = run_collectively(comm, prepare)  # a rank that does not come is named
+    writer, plain = run_collectively(comm, prepare)  # a rank that does not come is named
     how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
-    verb: Any = partial(dcp_save, state_dict, storage_writer=writer, **how)
+    verb: Any = partial(dcp_save, plain, storage_writer=writer, **how)
     metadata: Metadata = run_collectively(comm, lambda: _called(comm, verb, chosen, writer.discard))
     return metadata
 
@@ -143,16 +144,26 @@ def load(  # noqa: PLR0913 - those of DCP
     """
     chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
     comm = _communicator(process_group, chosen, f"from {path}", "DCP load", no_dist=no_dist)
-    readers: list[PackStorageReader] = []
+    readers, plain = list[PackStorageReader](), dict[str, Any]()
 
     def prepare() -> str:
         readers.append(PackStorageReader(path, options=chosen, allow=allow, verify=verify))
+        plain.update(plain_state(state_dict))  # as in ``save``
         return readers[0].open().identity
 
     require_same_checkpoint(comm, path, run_and_gather(comm, prepare))
     how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
-    verb: Any = partial(dcp_load, state_dict, storage_reader=readers[0], **how)
-    run_collectively(comm, lambda: _called(comm, verb, chosen))
+    verb: Any = partial(dcp_load, plain, storage_reader=readers[0], **how)
+
+    def load_all() -> None:
+        _called(comm, verb, chosen)
+        for key in sorted(plain):
+            if isinstance(stateful := state_dict[key], Stateful):
+                stateful.load_state_dict(plain[key])
+            else:
+                state_dict[key] = plain[key]
+
+    run_collectively(comm, load_all)
 
 
 def _communicator(

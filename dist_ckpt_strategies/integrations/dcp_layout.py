@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 
 from dist_ckpt_strategies.comm.base import run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import raises_megatron_errors
 from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.integrations.dcp_storage import plain_state
 from dist_ckpt_strategies.local.plan import build_distribution
 from dist_ckpt_strategies.megatron.shards import message_of, object_from_message, shard_from_message
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
@@ -44,8 +44,13 @@ def async_save(
     Raises:
         PlanError, UnsafeObjectError, CheckpointExistsError, StorageError, PeerError: as ``save``.
     """
-    whole = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
-    shards = shard_layout(whole, timeout_s=timeout_s).shards(whole)
+    whole = dict[str, Any]()
+
+    def state() -> Mapping[str, Any]:
+        whole.update(plain_state(state_dict))
+        return whole
+
+    shards = _agreed_layout(state, timeout_s).shards(whole)
     return save_async(shards, path, overwrite=overwrite, allow=allow, timeout_s=timeout_s)
 
 
@@ -64,9 +69,7 @@ def compare(
     """
 
     def state() -> dict[str, Any]:
-        return _shards_of(
-            {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
-        )
+        return _shards_of(plain_state(state_dict))
 
     return compare_sharded(state, path, ignore=ignore, allow=allow, options=options)
 
@@ -103,9 +106,13 @@ def shard_layout(state: Mapping[str, Any], *, timeout_s: float | None = None) ->
     Raises:
         PeerError, PeerTimeoutError, PeerLostError: another rank has failed.
     """
+    return _agreed_layout(lambda: state, timeout_s)
+
+
+def _agreed_layout(state: Callable[[], Mapping[str, Any]], timeout_s: float | None) -> ShardLayout:
     chosen = options_from_environment().with_changes(timeout_s=timeout_s)
     comm = open_communicator(None, timeout_s=chosen.timeout_s, purpose="shard layout")
-    held = run_and_gather(comm, lambda: [message_of(one) for one in _shards_of(state).values()])
+    held = run_and_gather(comm, lambda: [message_of(one) for one in _shards_of(state()).values()])
     specs = [[spec for message in one if (spec := shard_from_message(message))] for one in held]
     owners: dict[Any, int] = {**build_distribution(specs)}
     for rank, messages in enumerate(held):

@@ -22,13 +22,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Region
 from dist_ckpt_strategies.device import require_plain, torch_dtype
-from dist_ckpt_strategies.errors import CheckpointChangedError, CheckpointError, PlanError
+from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    PlanError,
+    as_checkpoint_error,
+)
 from dist_ckpt_strategies.formats.base import layers
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, load_content
@@ -80,6 +86,20 @@ class Placed:
     @property
     def _root(self) -> Location:
         return located(self.checkpoint_id, self._options, what="path")
+
+
+def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state, with what each Stateful returns in its place; an error of one names its key."""
+    plain = dict[str, Any]()
+    for key, value in state_dict.items():
+        try:
+            plain[key] = value.state_dict() if isinstance(value, Stateful) else value
+        except Exception as error:
+            found = as_checkpoint_error(error)
+            found.key = found.key or key
+            found.args = (f"{key}: state_dict() failed: {found.message}",)
+            raise found from error
+    return plain
 
 
 def done(value: T) -> Future[T]:
@@ -232,21 +252,25 @@ def _read_objects(
     jobs = [Job(key, names[key].unique_key, partial(read, key)) for key in contents]
     wait = partial(Transfer(jobs, _NUM_READERS).wait, deadline.left_s)
     stored.save.read(wait, limit_s)
-    require_allowed(contents.items(), opened.root, opened.allowed)
+    is_whole = type(stored) is PackCheckpoint  # a base may be of another format
+    require_allowed(contents.items(), opened.root, opened.allowed, is_whole=is_whole)
     return contents
 
 
-def require_allowed(contents: Iterable[tuple[str, bytes]], place: object, allow: Allowed) -> None:
+def require_allowed(
+    contents: Iterable[tuple[str, bytes]], place: object, allow: Allowed, *, is_whole: bool
+) -> None:
     """Unpickle bytes once, to what is allowed: DCP does it freely. Equal ones are tried once.
 
     Raises:
         UnsafeObjectError: bytes need a class that is not allowed.
+        CorruptCheckpointError: they are not whole; not checked of those that ``is_whole`` is of.
     """
     tried: set[bytes] = set()
     with allowing(allow):  # once, since the list is long
         for key, content in contents:
             if content not in tried:
-                load_content(content, str(place), key, ())
+                load_content(content, str(place), key, (), is_whole=is_whole)
                 tried.add(content)
 
 

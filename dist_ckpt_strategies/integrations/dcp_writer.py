@@ -210,7 +210,8 @@ def _contents(
         tensors.append(tensor)
     if objects:
         pickled = [(name.key, content) for name, content in objects]
-        require_allowed(pickled, "what is saved", [*default_allowed(), *allow])
+        allowed = [*default_allowed(), *allow]
+        require_allowed(pickled, "what is saved", allowed, is_whole=True)
     common = _no_common_state() if has_common else None
     return Contents(tuple(shards), tuple(tensors), objects=tuple(objects), common=common)
 

@@ -19,7 +19,8 @@ from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
-from dist_ckpt_strategies.formats.objects import Allowed, load_content
+from dist_ckpt_strategies.formats.objects import Allowed, allowing, load_content
+from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     digest_of,
@@ -229,17 +230,20 @@ def _read(
             part = read.part_of(result, tensor.prepend_axis_num)
             reads.append((read.array, read.source, part))
 
+    is_whole = type(checkpoint) is PackCheckpoint  # a base may be of another format
+
     def read_object(wanted: Any) -> None:
         name = object_id(wanted)
         path, content = checkpoint.object_path(name), checkpoint.object_content(name)
-        loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
+        loaded[id(wanted)] = load_content(content, path, name.unique_key, (), is_whole=is_whole)
 
     def fill() -> None:
         run_reads(checkpoint.begin_reads, reads, options, deadline)
         jobs = [Job(o.key, o.unique_key, partial(read_object, o)) for o in plan.objects]
         Transfer(jobs, 1).wait(deadline.left_s)
 
-    checkpoint.save.read(fill, ENDING * options.timeout_s)
+    with allowing(allow):  # once, since the list is long
+        checkpoint.save.read(fill, ENDING * options.timeout_s)
     return loaded, sum(part.numel() * array.dtype.itemsize for array, _, part in reads)
 
 

@@ -16,7 +16,13 @@ from dist_ckpt_strategies.comm.base import Message
 from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
 from dist_ckpt_strategies.errors import CoverageError
 from dist_ckpt_strategies.formats.locations import located, place_of
-from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    allowing,
+    dump_loadable,
+    dump_object,
+    require_loadable,
+)
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main_message,
@@ -143,7 +149,6 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
             CoverageError: an object occurs twice.
             PlanError: a value cannot be stored, or not in this format.
         """
-        allowed = (*self.allowed, *allow)
         shards: list[ShardSpec] = []
         tensors: list[torch.Tensor] = []
         copies: list[ShardSpec] = []
@@ -168,7 +173,10 @@ class OwnSaveShardedStrategy(ConfiguredSaver, AsyncSaveShardedStrategy):  # type
                     "replica_id",
                     key=name.key,
                 )
-            objects[name] = dump_loadable(value.data, name=name.unique_key, allow=allowed)
+            objects[name] = dump_object(value.data, name=name.unique_key)
+        with allowing((*self.allowed, *allow)):  # once, since the list is long
+            for name, content in objects.items():
+                require_loadable(content, name=name.unique_key, allow=())
         return Contents(
             tuple(shards),
             tuple(tensors),

@@ -198,6 +198,7 @@ ON_NO_GRID = {"overlap"}
 
 SAID = {
     "gap": "first element not covered: (4,), which no rank holds",
+    "a copy alone": "first element not covered: (2,), which only copies hold (rank 1)",
     "other shape": "(16,) of float32 on rank 2",
     "other dtype": "float16 on rank 2",
 }
@@ -244,6 +245,7 @@ def wrong_states(rank: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], s
         "no grid": (one_object(rank, (), (), replica_id=rank), {}, ""),
         "number": ({"o": ShardedObject(5, rank, (4,), (rank,))}, {}, ""),
         "no replica": (one_tensor(2 * rank, None if bad else 0), w_of_1, no_replica),
+        "a copy alone": (one_tensor(2 * rank, int(bad)), of_w, "w: "),
         "before w": (one_tensor(2 * rank - 2), of_w, "w: rank "),
         "beyond w": (one_tensor(2 * rank + 2), of_w, "w: rank 3 holds [8:10]"),
         "hole": (one_tensor(2 * rank, size=9), of_w, "w: main replicas cover 8 of 9"),
