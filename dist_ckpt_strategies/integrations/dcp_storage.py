@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,14 +93,21 @@ def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state, with what each Stateful returns in its place; an error of one names its key."""
     plain = dict[str, Any]()
     for key, value in state_dict.items():
-        try:
+        with naming(f"{key}: state_dict()", key):
             plain[key] = value.state_dict() if isinstance(value, Stateful) else value
-        except Exception as error:
-            found = as_checkpoint_error(error)
-            found.key = found.key or key
-            found.args = (f"{key}: state_dict() failed: {found.message}",)
-            raise found from error
     return plain
+
+
+@contextmanager
+def naming(what: str, key: str) -> Iterator[None]:
+    """Within the block an error says what failed, and of which key, if it does not already."""
+    try:
+        yield
+    except Exception as error:
+        found = as_checkpoint_error(error)
+        if found.key is None:
+            found.key, found.args = key, (f"{what} failed: {found.message}",)
+        raise found from error
 
 
 def done(value: T) -> Future[T]:

@@ -31,7 +31,13 @@ from dist_ckpt_strategies.formats.objects import Allowed, default_allowed, dump_
 from dist_ckpt_strategies.formats.pack import Digests, Layout, lay_out
 from dist_ckpt_strategies.formats.pack_commit import commit, new_save_id
 from dist_ckpt_strategies.formats.pack_write import delete_files, file_of
-from dist_ckpt_strategies.integrations.dcp_storage import PATHS, Placed, done, require_allowed
+from dist_ckpt_strategies.integrations.dcp_storage import (
+    PATHS,
+    Placed,
+    done,
+    naming,
+    require_allowed,
+)
 from dist_ckpt_strategies.sharded.ledger import Ledger, described, proved
 from dist_ckpt_strategies.sharded.save import Contents, limits_of, pack_writer, write_contents
 from dist_ckpt_strategies.sharded.unchanged import LastSave, compared, described_save, judged
@@ -190,7 +196,8 @@ def _contents(
     objects: list[tuple[ObjectId, bytes]] = []
     for item in plan.items:
         key = item.index.fqn
-        data: Any = planner.resolve_data(item)
+        with naming(f"{key}: pickling it", key):
+            data: Any = planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
             content = bytes(data.getbuffer())
             objects.append((ObjectId(key, (0,), (1,)), content))

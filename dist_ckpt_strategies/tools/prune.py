@@ -84,6 +84,7 @@ class PruneDecision:
         age_s: since the newest change in it, in seconds.
         nbytes: of its files; None where that is not known.
         is_named: whether ``latest_checkpointed_iteration.txt`` names it.
+        link: the name of a symbolic link to it beside it; empty if there is none.
         is_left: whether the training has gone back from it: it counts as older than all that is of
             the present course.
         rank: its place among those with the metric of ``keep_best``, the best has 0; or None.
@@ -100,6 +101,7 @@ class PruneDecision:
     age_s: float = field(compare=False)
     nbytes: int | None = None
     is_named: bool = False
+    link: str = ""
     is_left: bool = False
     rank: int | None = None
     is_removed: bool = False
@@ -145,12 +147,12 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     """Remove old checkpoints, and files of killed saves, below a directory or URL.
 
     Rank-local: one rank calls it, after a save. Always kept are the newest complete checkpoint,
-    what the run's tracker file names, and everything that has no iteration in its name, or is
-    neither a checkpoint of ("safetensors", 1) or ("zarr", 1) nor left by a killed save of these. Of
-    packs goes what their index names, and the index first; of ("zarr", 1) the marker first. Names
-    and sizes of all files are checked: a damaged checkpoint does not count, and is kept until
-    enough complete ones are newer. A directory that cannot be read is kept and does not count; the
-    report has the reason.
+    what the run's tracker file names or a link below ``root`` leads to, and everything that has no
+    iteration in its name, or is neither a checkpoint of ("safetensors", 1) or ("zarr", 1) nor left
+    by a killed save of these. Of packs goes what their index names, and the index first; of
+    ("zarr", 1) the marker first. Names and sizes of all files are checked: a damaged checkpoint
+    does not count, and is kept until enough complete ones are newer. A directory that cannot be
+    read is kept and does not count; the report has the reason.
 
     Args:
         root: holds the checkpoints, each in a directory; its iteration is the last number in its
@@ -227,8 +229,8 @@ def build_prune_plan(
 
     The newest complete one is always kept. A damaged one does not count, and stays unless enough
     complete ones are newer. Newer is what has the larger iteration; what the training has gone back
-    from, see ``load_latest``, is older than its present course. What the run's tracker file names
-    stays, too. Unfinished ones are removed first, then the oldest.
+    from, see ``load_latest``, is older than its present course. What the run's tracker file or a
+    link names stays, too. Unfinished ones are removed first, then the oldest.
     """
     for name, count in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
         if count is not None and count < 1:
@@ -260,6 +262,7 @@ def build_prune_plan(
             (not is_killed and is_multiple, f"a multiple of {every}"),
             (one.rank is not None and one.rank < (best or 0), f"one of the {best} best"),
             (not is_killed and one.is_named, "the run's tracker file names it"),
+            (not is_killed and one.link != "", f"the link {one.link} leads to it"),
         )
         why = next((why for applies, why in reasons if applies), "")
         removal = f"{one.status}{': its save was killed' if is_killed else ', and not to be kept'}"
@@ -304,15 +307,18 @@ def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
 def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
     """The directories below a place whose names match; links are passed over."""
     store: Place = place_of(root)
+    links: dict[Path, str] = {}
     if isinstance(root, Path):
         require_directory(root)
         with file_errors(None, root), os.scandir(root) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            listed = sorted(entries, key=lambda entry: entry.name)
+            names = [entry.name for entry in listed if entry.is_dir(follow_symlinks=False)]
+            links = {Path(one).resolve(): one.name for one in listed if one.is_symlink()}
     else:
-        listed = root.names()
-        if not listed:
+        objects = root.names()
+        if not objects:
             require_something(root)
-        parts = (name.partition("/") for name in listed)
+        parts = (name.partition("/") for name in objects)
         names = sorted({top for top, slash, _ in parts if top and slash})
     if pattern is not None:
         names = [name for name in names if re.fullmatch(pattern, name)]
@@ -326,6 +332,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         replace(
             one,
             is_named=one.iteration is not None and one.iteration == course.newest,
+            link=links.get(root.resolve() / one.name, "") if isinstance(root, Path) else "",
             # What no list names was left only if it is older than what was written last.
             is_left=one.iteration in course.left
             or not (course.has(one.iteration or 0) or one.age_s <= tracked_s),

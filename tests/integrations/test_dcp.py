@@ -373,6 +373,28 @@ class Foreign:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Broken:
+    """A Stateful that fails on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rank == 1:
+            raise ValueError("its worker is gone")
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def require_named(act: Callable[[], Any], rank: int) -> None:
+    """The failure of ``Broken`` under the key ``loader`` is raised on every rank."""
+    error = raised(CheckpointError, act)
+    assert (error.key, error.global_rank, isinstance(error, PeerError)) == ("loader", 1, rank == 0)
+    assert "rank 1: loader: state_dict() failed: ValueError: its worker is gone" in str(error)
+    assert rank == 0 or isinstance(error, ValueError)
+
+
 class Unchecked(DefaultSavePlanner):
     """Writes what every rank holds, as it is."""
 
@@ -406,6 +428,9 @@ def refuse_to_save(rank: int, root: Path) -> None:
     error = refused(CheckpointError, sparse)
     assert (error.global_rank, isinstance(error, PeerError)) == (1, rank == 0)
     assert error.key == "w"
+    require_named(lambda: save({"loader": Broken(rank)}, root / "good", timeout_s=60), rank)
+    error = refused(CheckpointError, {"f": lambda: 0})
+    assert error.key == "f"
     assert raised(CoverageError, lambda: save(state, root / "part", no_dist=True)).key == "w"
     writer = PackStorageWriter(root / "good")
     with pytest.raises(StrategyError, match="use_collectives=False"):
@@ -428,6 +453,7 @@ def refuse_to_load(rank: int, root: Path) -> None:
     assert refused(PlanError, {"w": torch.zeros(7)}).key == "w"
     assert refused(UnsafeObjectError, {"f": 1}).key == "f"
     refused(CheckpointNotFoundError, own, root / "nothing")
+    require_named(lambda: load({"loader": Broken(rank)}, root, timeout_s=60), rank)
     load(own, root, allow=[Foreign], timeout_s=60)
     assert own["f"] == Foreign()
     if rank == 0:
@@ -439,7 +465,23 @@ def refuse_to_load(rank: int, root: Path) -> None:
     assert isinstance(raw.value.failures[1][0], AssertionError)
 
 
-@pytest.mark.parametrize("body", [refuse_to_save, refuse_to_load])
+def replace_files_of_dcp(_rank: int, root: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=root)
+    error = raised(CheckpointError, lambda: load({"w": torch.zeros(2)}, root, timeout_s=60))
+    assert "torch.distributed.checkpoint's own" in str(error)
+    new = {"w": torch.full((2,), 2.0)}
+    raised(CheckpointExistsError, lambda: save(new, root, overwrite=False, timeout_s=60))
+    old = {"w": torch.zeros(2)}
+    dcp.load(old, checkpoint_id=root)
+    assert torch.equal(old["w"], torch.ones(2))
+    save(new, root, timeout_s=60)
+    with pytest.raises(CheckpointException, match="metadata"):
+        dcp.load(old, checkpoint_id=root)
+    load(old, root, timeout_s=60)
+    assert torch.equal(old["w"], new["w"])
+
+
+@pytest.mark.parametrize("body", [refuse_to_save, refuse_to_load, replace_files_of_dcp])
 def test_failures_are_raised_on_every_rank_and_the_old_checkpoint_stays(
     body: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.integrations import dcp
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
-from tests.integrations.test_dcp import plain, values, whole
+from tests.integrations.test_dcp import Broken, plain, values, whole
 from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import ended
 from tests.support.ranks import done_by
@@ -197,6 +197,7 @@ def fail_in_background(rank: int, root: Path) -> None:
     error = raised(PlanError, sparse)
     assert (error.global_rank, error.key) == (1, "s")
     assert raised(CheckpointExistsError, {}, overwrite=False).global_rank == 0
+    assert raised(CheckpointError, {"loader": Broken(rank)}).key == "loader"
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     error = raised(StorageError, {})

@@ -109,6 +109,19 @@ def test_files_of_a_killed_save_are_removed_once_they_are_old(
     assert names_in(tmp_path) == []
 
 
+def test_what_a_link_beside_it_leads_to_stays(samples: Path, tmp_path: Path) -> None:
+    for number in range(5, 10):
+        put(samples / "packs", tmp_path, number)
+    (tmp_path / "best").symlink_to("iter_0000006")
+    (tmp_path / "elsewhere").symlink_to(samples / "one")
+    (tmp_path / "dangling").symlink_to("iter_0000004")
+
+    report = prune(tmp_path, keep_last=1)
+
+    assert [one.name[-1] for one in report.kept] == ["6", "9"]
+    assert report.kept[0].why == "the link best leads to it"
+
+
 def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path) -> None:
     write_foreign_checkpoint(tmp_path / "iter_0000001")
     for name in ("iter_0000002", "empty", "tensorboard"):
