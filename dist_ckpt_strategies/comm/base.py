@@ -71,8 +71,12 @@ class Communicator:
         self.size = len(self.global_ranks)
         self.report_level = logging.DEBUG if self.global_ranks[rank] else logging.INFO
 
-    def all_gather(self, item: Message) -> list[Message]:
-        """Every rank's item, by rank. Collective."""
+    def all_gather(self, item: Message, *, follows: bool = False) -> list[Message]:  # noqa: ARG002
+        """Every rank's item, by rank. Collective.
+
+        It is faster if it ``follows`` another one: then a rank that is in a collective of another
+        package is not found out at once, but waited for.
+        """
         return [item]
 
     def begin_gather(self, number: int) -> Callable[[], list[int]]:
@@ -146,7 +150,7 @@ _LOG_AFTER_S = 1.0
 """After an error of its own a rank waits for its peers so long before it logs the error."""
 
 
-def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
+def run_collectively(comm: Communicator, step: Callable[[], T], *, follows: bool = False) -> T:
     """Run a rank-local step, then raise on every rank if it failed on any.
 
     Collective: every rank of ``comm`` calls this, once per step.
@@ -155,10 +159,15 @@ def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
     becomes a CheckpointError too. The others raise a PeerError of the same class as the first
     failed rank's error, which names that rank, the key and the file. A rank logs its own error
     where it waits long for the others, or raises another one's in its place.
+
+    With ``follows`` all ranks come from a gather of ``comm``, and the step calls no collectives of
+    others: see ``all_gather``.
     """
     results: list[T] = []
     try:
-        answers = run_and_gather(comm, lambda: results.append(step()), is_sparse=True)
+        answers = run_and_gather(
+            comm, lambda: results.append(step()), is_sparse=True, follows=follows
+        )
         for rank, answer in enumerate(answers):
             if answer is not None:
                 raise out_of_step(comm.global_ranks[rank], "this step")
@@ -168,13 +177,17 @@ def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
 
 
 def run_and_gather(
-    comm: Communicator, step: Callable[[], Message], *, is_sparse: bool = False
+    comm: Communicator,
+    step: Callable[[], Message],
+    *,
+    is_sparse: bool = False,
+    follows: bool = False,
 ) -> list[Message]:
     """Like ``run_collectively``, and return what the step returned on every rank, by rank.
 
-    Collective. One gather serves for both. With ``is_sparse``, None, the usual result, is sent as
-    nothing, which takes one collective of torch's in place of two; a rank in another step is
-    detected only where a step has a result.
+    Collective. One gather serves for both; ``follows`` is as for that. With ``is_sparse``, None,
+    the usual result, is sent as nothing, which takes one collective of torch's in place of two; a
+    rank in another step is detected only where a step has a result.
     """
     result: Message = None
     own: CheckpointError | None = None
@@ -189,9 +202,10 @@ def run_and_gather(
         if own is not None:
             late = _log_later(comm, own)
             key, path = (None if text is None else str(text) for text in (own.key, own.path))
-            answers = comm.all_gather([kind_of(own), own.message, key, path, own.global_rank])
+            message: Message = [kind_of(own), own.message, key, path, own.global_rank]
         else:
-            answers = comm.all_gather(None if is_sparse and result is None else [result])
+            message = None if is_sparse and result is None else [result]
+        answers = comm.all_gather(message, follows=follows)
         answers = [[None] if is_sparse and found is None else found for found in answers]
         _raise_first(comm, own, answers)
         return [gathered for (gathered,) in answers]

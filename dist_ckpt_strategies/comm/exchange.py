@@ -146,7 +146,7 @@ def exchange(
             rounds.require_success()
             return finish(deadline) if finish else rounds.sent_digests()
 
-        answers = run_and_gather(comm, end)
+        answers = run_and_gather(comm, end, follows=True)
 
         def check() -> None:
             rounds.compare(answers)

@@ -40,7 +40,6 @@ class GroupProgress:
         device: where its messages have to be.
         total: collectives so far. (Torch's own number counts messages between single ranks too.)
         failure: this rank's own error since the last collective.
-        caller: stands for the communicator that the last collective was of.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -48,7 +47,6 @@ class GroupProgress:
         self.device: torch.device = message_device(group)
         self.total = 0
         self.failure = ""
-        self.caller: object = None
         self._reached_at = 0.0
         self._me = dist.get_rank()
         self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way

@@ -141,18 +141,17 @@ class TorchCommunicator(Communicator):
         digest = xxhash.xxh3_64_intdigest(what[0].encode())
         self._purpose_number = digest % ((1 << _PURPOSE_BITS) - 1) + 1
         self._num_collectives = 0
-        self._me = object()
 
     @property
     def _what(self) -> str:
         """The current collective, for messages."""
         return f"{self.title}, collective {self._num_collectives}"
 
-    def all_gather(self, item: Message) -> list[Message]:
+    def all_gather(self, item: Message, *, follows: bool = False) -> list[Message]:
         """See Communicator.
 
-        A number leads, for the size and the purpose. The first time it travels alone: another
-        collective of the job most likely sends a number too. Later on, what is short goes with it.
+        A number leads, for the size and the purpose. By default it travels alone: another
+        collective of the job most likely sends a number too. Else what is short goes with it.
         """
         failure: CheckpointError | None = None
         try:
@@ -160,7 +159,7 @@ class TorchCommunicator(Communicator):
         except (TypeError, ValueError, MemoryError, RecursionError) as error:
             failure = as_checkpoint_error(error)
             content = json.dumps(failure.message).encode()
-        room = _ROOM_NBYTES if self._progress.caller is self._me else 0
+        room = _ROOM_NBYTES if follows else 0
         await_all = self._begin_numbered(len(content), content[:room].ljust(room, b"\0"))
         sizes, texts = map(list, zip(*await_all(), strict=True))
         if not any(sizes):
@@ -226,7 +225,6 @@ class TorchCommunicator(Communicator):
         raise_if_aborted()  # what this rank would send may rest on garbage
         self._num_collectives += 1
         progress = self._progress
-        progress.caller = self._me
         pause_s = progress.begin_collective()
         deadline = time.monotonic() + self._timeout_s
         device = self._message_device

@@ -114,7 +114,7 @@ def gather_inventory(
         deadline = Deadline.after(WORK * timeout_s)
         return listing(directory, comm.rank, nodes, training_id, session_id, deadline)
 
-    answers = run_and_gather(comm, look)  # 2
+    answers = run_and_gather(comm, look, follows=True)  # 2
     return build_inventory(directory, nodes, answers, training_id, between)
 
 

@@ -276,7 +276,7 @@ class LocalCheckpointManager:
             states = [decode_shard(shard, self._allowed, on_host=on_host) for shard in shards]
             return states[0] if info.world_size == comm.size else joined(states, info, comm.size)
 
-        state = run_collectively(comm, decode)  # 5
+        state = run_collectively(comm, decode, follows=True)  # 5
         own = LocalShardId(info.shard_id.save, comm.rank)
         logger.log(comm.report_level, "rank %s: loaded %s", own.global_rank, own)
         return state, (own.save.iteration, comm.rank, self.session_id)

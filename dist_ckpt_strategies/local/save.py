@@ -267,10 +267,10 @@ def finish_save(
         run_within(Deadline.after(ENDING * timeout_s), directory, give_names)
 
     try:
-        answers = run_and_gather(comm, describe)  # 2
+        answers = run_and_gather(comm, describe, follows=True)  # 2
         repeats = [how for *_, how in answers]
         has_trained = judged(repeats, is_first=comm.rank == 0)
-        run_collectively(comm, publish)  # 3
+        run_collectively(comm, publish, follows=True)  # 3
     except (PeerLostError, PeerTimeoutError):
         raise
     except CheckpointError:

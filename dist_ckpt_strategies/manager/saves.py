@@ -147,7 +147,7 @@ class Saves:
         if failed and not all(run_and_gather(comm, lambda: isinstance(failed, StorageError))):
             raise failed
         waited_s = time.monotonic() - began
-        if is_waited_for:
+        if is_waited_for and comm.rank == 0:
             logger.warning("step %d: training waited %.1f s for %s", step, waited_s, before)
         return waited_s, failed
 

@@ -120,7 +120,9 @@ class Recovery:
         Collective: one gather. Differing copies are a CorruptCheckpointError.
         """
         is_there = plan.roles[self._comm.rank] is Role.KEEP
-        found = run_and_gather(self._comm, lambda: self._digests(plan) if is_there else {})
+        found = run_and_gather(
+            self._comm, lambda: self._digests(plan) if is_there else {}, follows=True
+        )
         require_equal_copies(found)
 
     def run(

@@ -148,7 +148,7 @@ def begin_in_background(
         works.append(BackgroundWork(work, "dist-ckpt-save", nbytes))
 
     try:
-        run_collectively(comm, prepare)
+        run_collectively(comm, prepare, follows=True)
     except BaseException:  # nothing begins on any rank
         for prepared in works:
             prepared.call_off()

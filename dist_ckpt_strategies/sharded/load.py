@@ -210,7 +210,7 @@ def load_sharded(  # noqa: PLR0913
         results.append(finish(mapped_values(lambda value: loaded[id(value)], plan.state)))
         return plan.converted or None
 
-    converted = run_and_gather(comm, read, is_sparse=True)  # 2
+    converted = run_and_gather(comm, read, is_sparse=True, follows=True)  # 2
     if any(converted):
         warn_of_conversions(comm, name, filter(None, converted))
     return results[0]

@@ -320,12 +320,13 @@ def finish_save(
 
     may_be_visible = False
     try:
-        summaries, may_be_visible = run_and_gather(comm, summarize, is_sparse=True), True  # 2
+        summaries = run_and_gather(comm, summarize, is_sparse=True, follows=True)  # 2
+        may_be_visible = True
         repeats = [how for _, how in filter(None, summaries)]
         has_trained = judged(repeats, is_first=comm.rank == 0)
         limit = Deadline.after(ENDING * started.options.timeout_s)
         act = partial(run_within, limit, store, make_visible)
-        failure, *_ = run_and_gather(comm, act, is_sparse=True)  # 3
+        failure, *_ = run_and_gather(comm, act, is_sparse=True, follows=True)  # 3
     except CheckpointError as error:
         # Where others, or a thread that was given up, may still commit: see prune --unfinished.
         unsure = (PeerTimeoutError, PeerLostError, *[StorageTimeoutError] * may_be_visible)

@@ -211,7 +211,7 @@ def survives(rank: int, killed: int, is_within: bool) -> Any:
         vars(dist)["all_to_all_single"] = kill_this_process
     elif rank == killed:
         kill_this_process()
-    found = outcome(lambda: run_collectively(comm, lambda: None))
+    found = outcome(lambda: run_collectively(comm, lambda: None, follows=is_within))
     dist.destroy_process_group()  # as when the error ends the process
     return found
 

@@ -38,7 +38,7 @@ class ThreadCommunicator(Communicator):
         self._world = world
         self.device = torch.device("cpu")
 
-    def all_gather(self, item: Message) -> list[Message]:
+    def all_gather(self, item: Message, *, follows: bool = False) -> list[Message]:
         self._world.board[self.rank] = json.dumps(item)
         self._meet()
         items = [json.loads(text) for text in self._world.board]
