@@ -20,6 +20,9 @@ from dist_ckpt_strategies.errors import (
 
 _OURS = __name__.rpartition(".")[0]
 
+_SHORT_NBYTES = 32 << 10
+"""Nodes receive this once for each of their ranks, while a ring brings it to a node once."""
+
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
 
@@ -116,13 +119,15 @@ def begin_gather_rows(
 ) -> tuple[torch.Tensor, Any]:
     """Begin to gather one-dimensional tensors of one size, as rows by rank; these, and the work.
 
-    Collective. Gloo passes those of an all-gather around a ring, one hop after the other; in an
-    all-to-all every rank sends to each at once. With ``meets_others`` it is an all-gather all the
-    same: a rank that is in another package's, which most often sends 8 bytes first, is found out.
+    Collective. Gloo passes those of an all-gather around a ring, one hop after the other; what is
+    short goes in an all-to-all, where every rank sends to each at once. With ``meets_others`` it is
+    an all-gather all the same: a rank that is in another package's, which most often sends 8 bytes
+    first, is found out.
     """
     size = dist.get_world_size(group)
     found = mine.new_empty((size, mine.numel()))
-    if mine.device.type == "cpu" and not meets_others:
+    is_short = mine.numel() * mine.element_size() <= _SHORT_NBYTES
+    if mine.device.type == "cpu" and is_short and not meets_others:
         copies = mine.expand(size, -1).contiguous()
         return found, dist.all_to_all_single(found, copies, group=group, async_op=True)
     return found, dist.all_gather([*found.unbind()], mine, group=group, async_op=True)

@@ -50,10 +50,10 @@ from dist_ckpt_strategies.storage.io_pool import Job, Transfer, raise_if_cancell
 
 logger = logging.getLogger(__name__)
 
-_OF_TORCH_DIST = (".metadata", "integrity.json")
-"""What makes its files a checkpoint, and Megatron-Core's digests, written after a save of its."""
-
-_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, *_OF_TORCH_DIST)
+_OF_TORCH_DIST = ".metadata"  # makes its files a checkpoint
+_INTEGRITY = "integrity.json"  # Megatron-Core's digests, written after a save of its own
+_GOES = (_OF_TORCH_DIST, _INTEGRITY)
+_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, *_GOES)
 
 _NOT_COMMITTED = (
     "; nothing was committed; save again, from all ranks to one directory on a file system that "
@@ -125,6 +125,8 @@ def commit(
     """
     with store.locked():
         replaced = _files_replaced(store, save) if deletes_replaced else []
+        if deletes_replaced and isinstance(store, Directory):
+            replaced.append(_OF_TORCH_DIST)
         is_over_another = save.marker is not None and warn_of_another_format(store)
         require()
         require_packs(store, save.packs, _NOT_COMMITTED)
@@ -148,8 +150,8 @@ def commit(
         raise_if_cancelled()
         failure = _write_copies(store, save, marker_first=is_over_another)
     kept = {file_of(pack.name) for pack in save.packs}  # where only the index is new
-    if isinstance(store, Directory) and failure is None:
-        replaced += _OF_TORCH_DIST
+    if isinstance(store, Directory):
+        replaced.append(_INTEGRITY)
     delete_files(store, [name for name in replaced if name not in kept])
     return failure
 
