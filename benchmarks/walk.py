@@ -38,6 +38,7 @@ _COLLECTIVES = {
     getattr(function, "__wrapped__", function).__code__: function.__name__
     for function in (
         dist.all_gather,
+        dist.all_to_all_single,
         dist.all_gather_object,
         dist.all_reduce,
         dist.barrier,

@@ -124,9 +124,8 @@ def commit(
         StorageError: a pack is gone, a file cannot be written, or a later save was committed.
     """
     with store.locked():
-        replaced = _files_replaced(store, save) if deletes_replaced else []
-        if deletes_replaced and isinstance(store, Directory):
-            replaced.append(_OF_TORCH_DIST)
+        others = [_OF_TORCH_DIST] if isinstance(store, Directory) else []
+        replaced = [*_files_replaced(store, save), *others] if deletes_replaced else []
         is_over_another = save.marker is not None and warn_of_another_format(store)
         require()
         require_packs(store, save.packs, _NOT_COMMITTED)
