@@ -53,7 +53,7 @@ _NUMBER = struct.Struct("=q")
 _SIZE_BITS = 41
 """Of the number that leads a message: its size. The bits above say what for."""
 
-_ROOM_NBYTES = 248
+_ROOM_NBYTES = 504
 """For a short message beside its number."""
 
 _PURPOSE_BITS = 63 - _SIZE_BITS
