@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ Check = Callable[[Communicator], None]
 
 MESSAGES: list[Any] = [
     None, True, 0, -(1 << 70), 2.5, "", "ü✓\ud800 \0", [], {},
-    [None, [1, "a"], {"k": [2.5, None]}], "x" * 200_000,
+    [None, [1, "a"], {"k": [2.5, None]}], "x" * 500, "x" * 501, "x" * 200_000,
 ]  # fmt: skip
 
 
 def messages_of_every_json_type_arrive(comm: Communicator) -> None:
-    for message in MESSAGES:
-        assert comm.all_gather(message) == [message] * comm.size
+    """Those of 504 bytes, two of them brackets and two quotes, go beside the number."""
+    for message, follows in product(MESSAGES, (False, True)):
+        assert comm.all_gather(message, follows=follows) == [message] * comm.size
 
 
 def messages_of_ranks_stay_in_their_place_and_step(comm: Communicator) -> None:
@@ -54,7 +56,7 @@ def messages_of_ranks_stay_in_their_place_and_step(comm: Communicator) -> None:
     assert found == [None] * (comm.size - 1) + ["here"]
     mine = [comm.rank]
     for step in range(100):
-        found = comm.all_gather([mine, step])
+        found = comm.all_gather([mine, step], follows=step % 2 == 1)
         assert found == [[[rank], step] for rank in range(comm.size)]
         if comm.size > 1:
             found[0][0].append("changed")
