@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 _OF_TORCH_DIST = ".metadata"  # makes its files a checkpoint
 _INTEGRITY = "integrity.json"  # Megatron-Core's digests, written after a save of its own
-_GOES = (_OF_TORCH_DIST, _INTEGRITY)
-_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME, *_GOES)
+_OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME)
 
 _NOT_COMMITTED = (
     "; nothing was committed; save again, from all ranks to one directory on a file system that "
@@ -176,7 +175,11 @@ def warn_of_another_format(store: Place) -> bool:
     with suppress(StorageError):
         if marker_of(store) in {None, PACKS} and not holds_dcp(store):
             return False
-        stays = {name.partition("/")[0] for name in store.names()} - {*_OWN_NAMES}
+        stays = {name.partition("/")[0] for name in store.names()} - {
+            *_OWN_NAMES,
+            _OF_TORCH_DIST,
+            _INTEGRITY,
+        }
         logger.warning(
             "%s: a checkpoint of another format is replaced; its files stay until you remove them:"
             " %s",

@@ -110,7 +110,8 @@ def save(  # noqa: PLR0913 - those of DCP
         how: Any = {"options": chosen, "allow": allow, "overwrite": overwrite}
         writer = storage_writer or PackStorageWriter(path, **how)
         writer.reset(path)
-        return writer, plain_state(state_dict)  # in DCP's save a rank that raises leaves its peers
+        # In DCP's save a rank that raises here leaves its peers.
+        return writer, _called(comm, partial(plain_state, state_dict), chosen)
 
     writer, plain = run_collectively(comm, prepare)  # a rank that does not come is named
     how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
@@ -148,22 +149,21 @@ def load(  # noqa: PLR0913 - those of DCP
 
     def prepare() -> str:
         readers.append(PackStorageReader(path, options=chosen, allow=allow, verify=verify))
-        plain.update(plain_state(state_dict))  # as in ``save``
+        plain.update(_called(comm, partial(plain_state, state_dict), chosen))  # as in ``save``
         return readers[0].open().identity
 
     require_same_checkpoint(comm, path, run_and_gather(comm, prepare))
     how: Any = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
-    verb: Any = partial(dcp_load, plain, storage_reader=readers[0], **how)
 
     def load_all() -> None:
-        _called(comm, verb, chosen)
+        dcp_load(plain, storage_reader=readers[0], **how)
         for key in sorted(plain):
             if isinstance(stateful := state_dict[key], Stateful):
                 stateful.load_state_dict(plain[key])
             else:
                 state_dict[key] = plain[key]
 
-    run_collectively(comm, load_all)
+    run_collectively(comm, lambda: _called(comm, load_all, chosen))
 
 
 def _communicator(

@@ -103,11 +103,11 @@ def naming(what: str, key: str) -> Iterator[None]:
     """Within the block an error says what failed, and of which key, if it does not already."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a state's own code raises
         found = as_checkpoint_error(error)
         if found.key is None:
             found.key, found.args = key, (f"{what} failed: {found.message}",)
-        raise found from error
+        raise found from found.__cause__
 
 
 def done(value: T) -> Future[T]:

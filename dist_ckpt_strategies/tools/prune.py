@@ -307,13 +307,13 @@ def _order(one: PruneDecision) -> tuple[bool, int, float, str]:
 def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
     """The directories below a place whose names match; links are passed over."""
     store: Place = place_of(root)
-    links: dict[Path, str] = {}
+    links: dict[str, str] = {}
     if isinstance(root, Path):
         require_directory(root)
         with file_errors(None, root), os.scandir(root) as entries:
             listed = sorted(entries, key=lambda entry: entry.name)
             names = [entry.name for entry in listed if entry.is_dir(follow_symlinks=False)]
-            links = {Path(one).resolve(): one.name for one in listed if one.is_symlink()}
+            links = {os.path.realpath(one): one.name for one in listed if one.is_symlink()}
     else:
         objects = root.names()
         if not objects:
@@ -332,7 +332,7 @@ def _find(root: Location, pattern: str | None) -> list[PruneDecision]:
         replace(
             one,
             is_named=one.iteration is not None and one.iteration == course.newest,
-            link=links.get(root.resolve() / one.name, "") if isinstance(root, Path) else "",
+            link=links.get(os.path.realpath(str(root / one.name)), "") if links else "",
             # What no list names was left only if it is older than what was written last.
             is_left=one.iteration in course.left
             or not (course.has(one.iteration or 0) or one.age_s <= tracked_s),

@@ -115,6 +115,7 @@ def test_what_a_link_beside_it_leads_to_stays(samples: Path, tmp_path: Path) -> 
     (tmp_path / "best").symlink_to("iter_0000006")
     (tmp_path / "elsewhere").symlink_to(samples / "one")
     (tmp_path / "dangling").symlink_to("iter_0000004")
+    (tmp_path / "loop").symlink_to("loop")
 
     report = prune(tmp_path, keep_last=1)
 
