@@ -43,7 +43,7 @@ _UNKNOWN = "?"
 _FIGURES = ("min", "max", "mean", "nan", "zeros")
 _RIGHT = ("files", "blocks", "shards", "copies", "owner", "ranks", "tensors", "size")
 _NOT_LOOKED_INTO = (
-    "dist-ckpt looks into packs and zarr 1 only; `dist-ckpt diff` and `convert` read torch_dist"
+    "dist-ckpt looks into packs and zarr 1 only; `dist-ckpt diff` and `convert` read others too"
 )
 
 

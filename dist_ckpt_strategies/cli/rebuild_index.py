@@ -18,7 +18,7 @@ def rebuild(address: str, *, is_forced: bool, as_json: bool) -> None:
         print_json("rebuild-index", {"path": str(place), **fields})
         return
     if rebuilt is None:
-        typer.echo(printable(f"{place}: the index is whole; nothing was done"))
+        typer.echo(printable(f"{place}: the index is whole, and stays"))
         return
     for text in rebuilt.passed_over:
         typer.echo(printable(f"passed over: {text}"))

@@ -125,7 +125,7 @@ def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[t
     held: dict[Any, Any] = {}
     if isinstance(obj, list | tuple | set | frozenset):
         ordered = obj if isinstance(obj, list | tuple) else sorted(obj, key=repr)
-        held = {f"[{number}]": value for number, value in enumerate(ordered)}
+        held = {f"[{number}{_key_text(value)}]": value for number, value in enumerate(ordered)}
     elif isinstance(obj, dict):
         held = {f".{k}" if isinstance(k, str) else f"[{k!r}]": v for k, v in obj.items()}
     elif is_dataclass(obj) and not isinstance(obj, type):
@@ -137,6 +137,12 @@ def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[t
         return
     for name, value in held.items():
         yield from leaves(value, f"{path}{name}".removeprefix("."), (*within, id(obj)))
+
+
+def _key_text(value: Any) -> str:
+    """The key of a shard, for the path to it."""
+    key = getattr(value, "key", None)
+    return f": {key}" if isinstance(key, str) else ""
 
 
 def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
@@ -167,8 +173,20 @@ def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        raise StorageError(f"{name} cannot be saved: {text}", key=name) from error
+        path = next((path for path, held in leaves(obj) if not _is_picklable(held)), "")
+        where = f"{name}: {path}" if path else name
+        raise StorageError(f"{where} cannot be saved: {text}", key=name) from error
     return buffer.getvalue()
+
+
+def _is_picklable(value: Any) -> bool:
+    if hasattr(value, "untyped_storage"):  # a tensor: checked elsewhere, and large
+        return True
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - whatever a foreign __reduce__ raises
+        return False
+    return True
 
 
 def dump_loadable(obj: Any, *, name: str, allow: Allowed, keeps_meta: bool = False) -> bytes:

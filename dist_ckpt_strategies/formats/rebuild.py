@@ -7,10 +7,12 @@ are not read: loads and ``verify`` compare them, with the new index as with the 
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +31,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.index import (
     INDEX_NAME,
+    FullIndex,
     NewSave,
     PackSummary,
     array_segments,
@@ -52,9 +55,11 @@ from dist_ckpt_strategies.formats.pack_header import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_read import read_content
 from dist_ckpt_strategies.formats.pack_write import FOLDER, file_of
 from dist_ckpt_strategies.storage.bucket import Place, content_of
-from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.folders import files_below
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
+
+logger = logging.getLogger(__name__)
 
 _FILE = re.compile(rf"{FOLDER}/([0-9a-f]{{2}})/(\1[0-9a-f]{{14}})\.safetensors")
 _NUM_THREADS = 16
@@ -83,15 +88,15 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     """Replace a lost or damaged index by one that is made from the packs. Rank-local.
 
     The newest save whose packs are whole and make up every array counts. ``common.pt`` and
-    ``metadata.json`` are written where they are missing, damaged or of another save. No save may be
-    under way at that place.
+    ``metadata.json`` are written where they are missing, damaged or of another save, also if the
+    index is whole. No save may be under way at that place.
 
     Args:
         location: of the checkpoint.
         force: replace an index that is whole, too.
 
     Returns:
-        The save that counts now; None where the index is whole, and nothing was done.
+        The save that counts now; None where the index is whole, and stays.
 
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
@@ -102,7 +107,8 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     store = place_of(location)
     _require_no_other_format(store)
     seen = content_of(store, INDEX_NAME)
-    if not force and seen is not None and _is_whole(store):
+    if not force and seen is not None and (index := _whole_index(store)) is not None:
+        _write_lost_copies(store, index)
         return None
     files = map(_FILE.fullmatch, files_below(store, FOLDER))
     names = sorted(match[2] for match in files if match)
@@ -146,19 +152,30 @@ def _require_no_other_format(store: Place) -> None:
         )
 
 
-def _is_whole(store: Place) -> bool:
-    """Whether ``index`` and its full index are whole, and every pack is there that they name."""
-    try:
-        pointer = read_pointer(store)
-        if pointer is None:
-            return False
-        index = open_full_index(store, pointer)
-        for _ in index.tables():
-            pass
-        index.objects()
-        return not missing_packs(store, list(index.packs().values()))
-    except (CorruptCheckpointError, IncompleteCheckpointError):
-        return False
+def _whole_index(store: Place) -> FullIndex | None:
+    """The index, if ``index`` and the full one are whole, and every pack is there that it names."""
+    with suppress(CorruptCheckpointError, IncompleteCheckpointError):
+        if (pointer := read_pointer(store)) is not None:
+            index = open_full_index(store, pointer)
+            for _ in index.tables():
+                pass
+            index.objects()
+            return None if missing_packs(store, list(index.packs().values())) else index
+    return None
+
+
+def _write_lost_copies(store: Place, index: FullIndex) -> None:
+    """Write what Megatron-Core reads beside packs, where it is missing or damaged."""
+    if (where := index.common) is None:
+        return
+    common = read_content(store, index.packs()[where.pack], where, "common state", {})
+    is_right = content_of(store, COMMON_NAME) == common, marker_of(store) == PACKS
+    for is_whole, name, content in zip(
+        is_right, (COMMON_NAME, MARKER_NAME), (common, PACKS.to_json()), strict=True
+    ):
+        if not is_whole:
+            store.write(name, content)
+            logger.warning("%s was missing or damaged, and is written anew", store.path(name))
 
 
 def _opened(store: Place, names: Sequence[str]) -> tuple[list[OpenedPack], list[str]]:

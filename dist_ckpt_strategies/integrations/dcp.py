@@ -35,6 +35,7 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     PlanError,
     StorageTimeoutError,
+    array_not_found,
     as_checkpoint_error,
     error_from_peer,
     kind_of,
@@ -163,7 +164,7 @@ def load(  # noqa: PLR0913 - those of DCP
             else:
                 state_dict[key] = plain[key]
 
-    run_collectively(comm, lambda: _called(comm, load_all, chosen))
+    run_collectively(comm, lambda: _called(comm, load_all, chosen, reader=readers[0]))
 
 
 def _communicator(
@@ -179,8 +180,12 @@ def _called(
     verb: Callable[[], T],
     options: Options,
     discard: Callable[[], None] = lambda: None,
+    reader: PackStorageReader | None = None,
 ) -> T:
-    """The result of a function of DCP, its errors as ours; ``discard`` deletes what it wrote."""
+    """The result of a function of DCP, its errors as ours; ``discard`` deletes what it wrote.
+
+    ``reader`` is that of a load: errors say where it reads, and what is there.
+    """
 
     def on_gpu() -> T:
         with on_own_gpu(), torch.no_grad():
@@ -190,7 +195,7 @@ def _called(
         with no_garbage_collection():
             result: T = run_abandonable(on_gpu, options.timeout_s, "torch.distributed.checkpoint")
     except CheckpointException as error:
-        causes = {rank: _as_error(cause) for rank, (cause, _) in error.failures.items()}
+        causes = {rank: _as_error(cause, reader) for rank, (cause, _) in error.failures.items()}
         if not any(isinstance(cause, StorageTimeoutError) for cause in causes.values()):
             discard()  # else it may yet become visible
         raise _of_ranks(comm, causes) from error
@@ -216,14 +221,19 @@ _MEANINGS: Sequence[tuple[re.Pattern[str], type[CheckpointError]]] = (
 """Meanings of messages of DCP's planners; each names a key."""
 
 
-def _as_error(error: BaseException) -> CheckpointError:
-    """An error of one rank, as one of ours; with the key where DCP's planners name one."""
+def _as_error(error: BaseException, reader: PackStorageReader | None) -> CheckpointError:
+    """An error of one rank, as one of ours; with key and place where DCP's planners name a key."""
     if isinstance(error, CheckpointError):
         return error
     text = text_of(error)
     for pattern, kind in _MEANINGS:
         if match := pattern.match(text):
-            return kind(f"{match[1]}: {text}", key=match[1])
+            if reader is None:
+                return kind(f"{match[1]}: {text}", key=match[1])
+            if kind is ArrayNotFoundError:
+                return array_not_found(match[1], reader.keys, reader.checkpoint_id)
+            path = str(reader.checkpoint_id)
+            return kind(f"{match[1]}: {text}, in {path}", key=match[1], path=path)
     return as_checkpoint_error(error if isinstance(error, Exception) else RuntimeError(text))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dist_ckpt_strategies.comm.base import run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
-from dist_ckpt_strategies.errors import raises_megatron_errors
+from dist_ckpt_strategies.errors import PlanError, raises_megatron_errors
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.integrations.dcp_storage import plain_state
 from dist_ckpt_strategies.local.plan import build_distribution
@@ -76,18 +76,34 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The shards and values of a training's states that this rank saves; see ``shard_layout``."""
+    """The shards and values of a training's states that this rank saves; see ``shard_layout``.
+
+    Attributes:
+        own: those that this rank saves.
+        held: those that this rank holds.
+    """
 
     own: frozenset[Any]
+    held: frozenset[Any]
 
     def shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A sharded state dict for ``TieredCheckpointManager``, ``save`` or ``load``. Rank-local.
 
         Its tensors share memory with those of the state, which a load fills.
+
+        Raises:
+            PlanError: the state has what it had not when the layout was made.
         """
         shards = _shards_of(state)
         for value in shards.values():
-            value.replica_id = int(_name_of(message_of(value)) not in self.own)
+            name = _name_of(message_of(value))
+            if name not in self.held:
+                raise PlanError(
+                    f"{value.key}: not in the layout, which was made of a state without this "
+                    "shard; make it anew by shard_layout, on all ranks",
+                    key=value.key,
+                )
+            value.replica_id = int(name not in self.own)
         return shards
 
     def restore(self, state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
@@ -118,7 +134,8 @@ def _agreed_layout(state: Callable[[], Mapping[str, Any]], timeout_s: float | No
     for rank, messages in enumerate(held):
         for name in map(_name_of, messages):
             owners.setdefault(name, rank)
-    return ShardLayout(frozenset(name for name, rank in owners.items() if rank == comm.rank))
+    own = frozenset(name for name, rank in owners.items() if rank == comm.rank)
+    return ShardLayout(own, frozenset(map(_name_of, held[comm.rank])))
 
 
 def _planner_of(state: Mapping[str, Any]) -> DefaultSavePlanner:

@@ -142,6 +142,7 @@ class PackStorageReader(Placed, StorageReader):
         self._options, self._allow = chosen.with_changes(verify=verify), tuple(allow)
         self._opened: OpenedCheckpoint | None = None
         self._metadata: Metadata | None = None  # of what is open, until DCP has asked for it
+        self.keys: list[str] = []  # of what is open: arrays and objects
         self.reset(path)
 
     def open(self) -> OpenedCheckpoint:
@@ -152,6 +153,7 @@ class PackStorageReader(Placed, StorageReader):
         self._metadata = run_within(
             deadline, root, lambda: opened.unchanged(partial(_metadata, opened))
         )
+        self.keys = list(self._metadata.state_dict_metadata)
         return opened
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -46,11 +47,12 @@ from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_wi
 logger = logging.getLogger(__name__)
 
 
-class PackStorageWriter(Placed, StorageWriter):
+class PackStorageWriter(Placed, BlockingAsyncStager, StorageWriter):
     """Saves as ("safetensors", 1): each rank writes packs, the coordinator makes them visible.
 
     For ``torch.distributed.checkpoint.save`` and ``async_save``, also in a process of its own: it
-    can be pickled. What was there before stays whole until the new index replaces its own.
+    can be pickled. As ``FileSystemWriter`` it copies the state for ``async_save`` itself. What was
+    there before stays whole until the new index replaces its own.
 
     One writer for several saves, each after ``reset(path)``, compares each with the one before; see
     the option ``on_unchanged``.
@@ -71,6 +73,8 @@ class PackStorageWriter(Placed, StorageWriter):
         allow: Allowed = (),
         overwrite: bool = True,
     ) -> None:
+        # The stager that async_save makes for others loses the conjugate and negative bits.
+        BlockingAsyncStager.__init__(self)
         self._options, self._allow = options or options_from_environment(), tuple(allow)
         self._overwrite, self._is_coordinator = overwrite, False
         self._written: tuple[str, ...] = ()

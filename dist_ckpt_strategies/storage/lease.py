@@ -99,6 +99,13 @@ class Lease:
     def require(self) -> None:
         """Raise CheckpointChangedError unless this process still holds the lock."""
         number, holder = self._current()
+        if not number:
+            raise CheckpointChangedError(
+                f"{self._place}: this process no longer has the lock, and nobody has: a later "
+                "manager took it over, and has given it back, or its file was removed; go on with "
+                "a new manager",
+                path=str(self._place),
+            )
         if (number, holder.get("id")) != (self._number, self._id):
             why = f"as this process was silent for {self._lease_s:g} s"
             if _is_own(holder):
@@ -120,7 +127,7 @@ class Lease:
             self._place.delete([self._file(self._number)])
         except StorageError as error:
             logger.warning(
-                "%s: the lock cannot be released, and expires by itself: %s", self._place, error
+                "%s: the lock is not given back, and expires by itself: %s", self._place, error
             )
 
     def _take(self, number: int, before: dict[str, object]) -> bool:

@@ -414,11 +414,11 @@ def _functions(target: Format) -> tuple[Write, Finish]:
 
 def _require_free(root: Location, to: Format, source: Location | str) -> None:
     """Raise unless there is nothing, or what an unfinished conversion left."""
-    stale: tuple[str, ...] = (PARTIAL_PREFIX, REMOVED_PREFIX)
+    stale: tuple[str, ...] = (PARTIAL_PREFIX, REMOVED_PREFIX, LOCK_NAME)
     if isinstance(root, Bucket):
         root.require_bucket()
     if to is Format.PACK:
-        stale = (*stale, FOLDER, SAVES, LOCK_NAME)
+        stale = (*stale, FOLDER, SAVES)
     if not all(name.startswith(stale) for name in place_of(root).names()):
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
         content = f"a finished checkpoint{hint}" if is_finished(root) else "files of something else"

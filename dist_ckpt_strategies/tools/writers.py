@@ -29,7 +29,7 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, Bytes, HostArray
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, WriteItem
+from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, Format, WriteItem
 
 Read = Callable[..., None]
 """``OpenedCheckpoint.read_into``, which takes any number of ArrayReads."""
@@ -127,7 +127,9 @@ def commit_files(target: Target) -> None:
     """Move what is staged into place. On the first rank."""
     backend, version = target.plan.target.backend
     marker = CheckpointMarker(backend, version).to_json() if backend else None
-    commit_staged(target.files.root, marker, overwrite=False, keys=target.plan.keys)
+    has_files_of_keys = target.plan.target in {Format.ZARR1, Format.ZARR3}
+    keys = target.plan.keys if has_files_of_keys else []
+    commit_staged(target.files.root, marker, overwrite=False, keys=keys)
     if not backend:  # the file of the lock is no part of a model
         place_of(target.root).delete([LOCK_NAME])
 

@@ -296,7 +296,11 @@ def test_the_command_and_the_loads_around_it(tmp_path: Path) -> None:
     assert (found["rebuilt"], found["num_packs"], found["passed_over"]) == (True, 1, [])
     loaded: Any = dist_ckpt_strategies.load(state(), root)
     assert (loaded["iteration"], loaded["o"]) == (7, {"x": 1})
-    assert json_of("rebuild-index", root, code=0)["rebuilt"] is False
+    for file, content in (("metadata.json", b"{"), ("common.pt", None)):
+        (root / file).write_bytes(content) if content else (root / file).unlink()
+        assert run("verify", root).exit_code == 1
+        assert json_of("rebuild-index", root, code=0)["rebuilt"] is False
+        assert run("verify", root).exit_code == 0
     assert "made the index of save" in run("rebuild-index", root, "--force").stdout
 
     (pack,) = root.glob("packs/*/*")

@@ -335,6 +335,8 @@ def save_in_background(rank: int, root: Path, kind: str) -> Any:
     allow_processes()
     state = values(rank, is_filled=True)
     del state["legacy"], state["several of a rank"]
+    numbers = torch.view_as_complex(torch.arange(8.0).reshape(4, 2))
+    state["conjugate"], state["negative"] = numbers.conj(), numbers.conj().imag
     for number in (1, 2):
         state["number"] = number
         future: Any = dcp.async_save(
@@ -349,8 +351,10 @@ def save_in_background(rank: int, root: Path, kind: str) -> Any:
     assert isinstance(failure.value.failures[0][0], UnsafeObjectError)
     loaded = values(rank, is_filled=False)
     del loaded["legacy"], loaded["several of a rank"]
+    loaded["conjugate"], loaded["negative"] = torch.zeros_like(numbers), torch.zeros(4)
     load(loaded, root, timeout_s=60)
     assert loaded["number"] == 2
+    assert loaded["conjugate"].imag.tolist() == loaded["negative"].tolist() == [-1, -3, -5, -7]
     assert whole(loaded["grid"]) == whole(state["grid"])
 
 
@@ -449,8 +453,11 @@ def refuse_to_load(rank: int, root: Path) -> None:
     def refused(kind: type[CheckpointError], wanted: dict[str, Any], place: Path = root) -> Any:
         return raised(kind, lambda: load(wanted, place, timeout_s=60))
 
-    assert refused(ArrayNotFoundError, {"x": torch.zeros(6)}).key == "x"
-    assert refused(PlanError, {"w": torch.zeros(7)}).key == "w"
+    missing = refused(ArrayNotFoundError, {"ww": torch.zeros(6)})
+    assert (missing.key, missing.path) == ("ww", str(root))
+    assert str(missing).endswith(f"no such array among the 2 in {root}; similar ones: w")
+    larger = refused(PlanError, {"w": torch.zeros(7)})
+    assert (larger.key, larger.path) == ("w", str(root))
     assert refused(UnsafeObjectError, {"f": 1}).key == "f"
     refused(CheckpointNotFoundError, own, root / "nothing")
     require_named(lambda: load({"loader": Broken(rank)}, root, timeout_s=60), rank)

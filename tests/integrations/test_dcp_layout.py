@@ -138,6 +138,8 @@ def save_in_background(rank: int, root: Path) -> Any:
         assert manager.save(1, lambda: layout.shards(held))
         held["model"]["2.weight"].to_local().zero_()
     request.wait()
+    with pytest.raises(PlanError, match=r"^new: not in the layout"):
+        layout.shards(held | {"new": torch.ones(2)})
     return plain(filled), expected
 
 

@@ -257,6 +257,12 @@ def test_a_request_that_fails_on_one_rank_is_refused_on_all(tmp_path: Path) -> N
             ("PlanError", "hollow", hollow, 2),
             ("StrategyError", "a dict cannot be saved", {}, 2),
             ("UnsafeObjectError", "Unknown", BasicTensorAwareStateDict({"a": [Unknown()]}), 2),
+            (
+                "StorageError",
+                ".a[1] cannot",
+                BasicTensorAwareStateDict({"a": [1, threading.Lock()]}),
+                2,
+            ),
         ):
             given: Any = (own, iteration) if node.rank == 3 else (state, 2)
             found = outcome(partial(manager.save, *given))

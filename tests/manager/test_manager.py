@@ -752,6 +752,8 @@ def test_checkpoints_of_others_are_neither_loaded_nor_removed(tmp_path: Path) ->
             pytest.raises(CheckpointChangedError, match="with a later manager"),
         ):
             manager.save(4, training.state_dict, force=True)
+        with pytest.raises(CheckpointChangedError, match="nobody has: a later manager took it"):
+            manager.save(5, training.state_dict, force=True)
 
     assert loaded is not None
     assert loaded.iteration == 3

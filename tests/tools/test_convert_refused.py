@@ -26,6 +26,8 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished
+from dist_ckpt_strategies.integrations import dcp
+from dist_ckpt_strategies.storage.files import LOCK_NAME
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import contents, copied, flip_at
 from tests.support.disks import tiny_tmpfs
@@ -95,6 +97,19 @@ def test_a_full_disk_is_called_that(saved: Path, tmp_path: Path, to: str) -> Non
         pytest.raises(StorageError, match=rf"{disk}/t.*: no space left; free some"),
     ):
         convert(saved / "zarr@3", disk / "t", to)
+
+
+def test_a_key_that_no_file_can_have_goes_where_keys_are_no_files(tmp_path: Path) -> None:
+    source, target, key = tmp_path / "pack", tmp_path / "t", "k" * 300
+    dcp.save({key: torch.arange(4.0), "object": {1}}, source, no_dist=True)
+    with pytest.raises(PlanError, match="kkk"):
+        convert(source, target, "zarr@1")
+    target.mkdir(exist_ok=True)
+    (target / LOCK_NAME).touch()  # as a commit leaves it that has failed
+
+    convert(source, target, "torch_dist")
+
+    assert diff(source, target).is_equal
 
 
 @pytest.mark.parametrize("source", ["zarr@1", "pack"])
