@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import (
+    BlockingAsyncStager,
+    DefaultStager,
+    StagingOptions,
+)
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
 from dist_ckpt_strategies.comm.process_group import global_rank
 from dist_ckpt_strategies.config import Options, options_from_environment
@@ -51,8 +56,7 @@ class PackStorageWriter(Placed, BlockingAsyncStager, StorageWriter):
     """Saves as ("safetensors", 1): each rank writes packs, the coordinator makes them visible.
 
     For ``torch.distributed.checkpoint.save`` and ``async_save``, also in a process of its own: it
-    can be pickled. As ``FileSystemWriter`` it copies the state for ``async_save`` itself. What was
-    there before stays whole until the new index replaces its own.
+    can be pickled. What was there before stays whole until the new index replaces its own.
 
     One writer for several saves, each after ``reset(path)``, compares each with the one before; see
     the option ``on_unchanged``.
@@ -73,8 +77,6 @@ class PackStorageWriter(Placed, BlockingAsyncStager, StorageWriter):
         allow: Allowed = (),
         overwrite: bool = True,
     ) -> None:
-        # The stager that async_save makes for others loses the conjugate and negative bits.
-        BlockingAsyncStager.__init__(self)
         self._options, self._allow = options or options_from_environment(), tuple(allow)
         self._overwrite, self._is_coordinator = overwrite, False
         self._written: tuple[str, ...] = ()
@@ -82,6 +84,17 @@ class PackStorageWriter(Placed, BlockingAsyncStager, StorageWriter):
         self._last: tuple[str, LastSave] | None = None  # this rank's, and a pack of it
         self._committed: frozenset[str] = frozenset()  # all packs of the last save, if it is
         self.reset(path)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory. DCP's ``async_save`` calls it."""
+        # The copy that DCP makes by itself has the memory, without the conjugate and negative bits.
+        plain = tree_map_only(torch.Tensor, lambda t: t.resolve_conj().resolve_neg(), state_dict)
+        stager = DefaultStager(StagingOptions(*[False] * 4))
+        try:
+            staged: Any = stager.stage(plain)
+        finally:
+            stager.close()
+        return dict(staged)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
         """Begin a save. DCP calls it.
