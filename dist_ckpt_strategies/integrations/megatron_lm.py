@@ -81,14 +81,7 @@ def install(
         IncompatibleVersionError: the format is unknown.
         StrategyError: it is torch_dist and a manager is given.
     """
-    try:
-        checkpointing: Any = import_module("megatron.training.checkpointing")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"megatron.training.checkpointing: {error}; expected Megatron-LM's sources on "
-            "PYTHONPATH, and what they need: the package megatron-core holds megatron.core alone, "
-            "and main needs Python 3.12"
-        ) from error
+    checkpointing = _checkpointing()
     is_ours = sharded_strategy[0] != _TORCH_DIST
     if manager is not None and not is_ours:
         raise StrategyError(
@@ -114,6 +107,17 @@ def install(
         queues._async_calls_queue = SaveQueue()  # noqa: SLF001 - it would make one otherwise
         starts: Any = import_module("megatron.training.initialize")
         starts.init_persistent_async_worker = lambda *_, **__: None
+
+
+def _checkpointing() -> Any:
+    try:
+        return import_module("megatron.training.checkpointing")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"megatron.training.checkpointing: {error}; expected Megatron-LM's sources on "
+            "PYTHONPATH, and what they need: the package megatron-core holds megatron.core alone, "
+            "and main needs Python 3.12"
+        ) from error
 
 
 def _local_manager(

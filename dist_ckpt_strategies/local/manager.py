@@ -166,8 +166,7 @@ class LocalCheckpointManager:
 
         Raises:
             PlanError: ranks differ in arguments or session, or a tensor cannot be stored.
-            UnsafeObjectError: an object is of a class that is not allowed; with ``is_async``, the
-                request raises it.
+            UnsafeObjectError: an object's class is not allowed; with ``is_async``, of the request.
             CheckpointChangedError: another job saves in this directory and session.
             StorageError: a shard cannot be written, as on a full disk.
             StrategyError: the state is no TensorAwareStateDict; or, with ``is_async``, the group

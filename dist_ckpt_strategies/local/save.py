@@ -221,19 +221,12 @@ def finish_save(
 ) -> tuple[Inventory, LastSave]:
     """Give the files their names, once every rank has written its own. Collective.
 
+    ``written`` does ``write_shards``, or waits for it. Returns what the ranks had before, and
+    ``last`` of the next save.
+
     If it fails on any rank, every rank raises, and nothing of the save stays. Where contact with a
     peer is lost its outcome is unknown: files that have their names stay, and count if all are
     there.
-
-    Args:
-        started: what ``start_save`` has returned.
-        written: does ``write_shards``, or waits for it; may raise.
-        session_id: of the manager.
-        last: what was returned last.
-        on_unchanged: see Options.
-
-    Returns:
-        What the ranks had before, and ``last`` of the next save.
 
     Raises:
         PlanError: the save repeats the last one, and ``on_unchanged`` says so.
