@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -120,9 +120,12 @@ def require_archive(content: bytes, path: Path | str, name: str) -> None:
         raise _corrupt(name, path, damage)
 
 
-def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Each value in nested containers and objects, with its path, such as ``args.betas[1]``."""
-    held: dict[Any, Any] = {}
+def leaves(obj: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Each value in nested containers and objects, once, and its path, such as ``args.lr[1]``."""
+    seen, held = set() if seen is None else seen, dict[Any, Any]()
+    if id(obj) in seen:
+        return
+    seen.add(id(obj))
     if isinstance(obj, list | tuple | set | frozenset):
         ordered = obj if isinstance(obj, list | tuple) else sorted(obj, key=repr)
         held = {f"[{number}{_key_text(value)}]": value for number, value in enumerate(ordered)}
@@ -130,13 +133,12 @@ def leaves(obj: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[t
         held = {f".{k}" if isinstance(k, str) else f"[{k!r}]": v for k, v in obj.items()}
     elif is_dataclass(obj) and not isinstance(obj, type):
         held = {f".{part.name}": getattr(obj, part.name, None) for part in fields(obj)}
-    elif not (isinstance(obj, type | Enum) or hasattr(obj, "untyped_storage")):
+    elif not (isinstance(obj, type | Enum | ModuleType) or hasattr(obj, "untyped_storage")):
         held = {f".{name}": value for name, value in getattr(obj, "__dict__", {}).items()}
-    if not held or id(obj) in within:
+    if not held:
         yield path, obj
-        return
     for name, value in held.items():
-        yield from leaves(value, f"{path}{name}".removeprefix("."), (*within, id(obj)))
+        yield from leaves(value, f"{path}{name}".removeprefix("."), seen)
 
 
 def _key_text(value: Any) -> str:
@@ -173,7 +175,9 @@ def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        path = next((path for path, held in leaves(obj) if not _is_picklable(held)), "")
+        path = ""
+        with suppress(Exception):  # whatever else is wrong with it
+            path = next((path for path, held in leaves(obj) if not _is_picklable(held)), "")
         where = f"{name}: {path}" if path else name
         raise StorageError(f"{where} cannot be saved: {text}", key=name) from error
     return buffer.getvalue()
