@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS
 from tests.support.checkpoints import write_checkpoint, write_packs
 from tests.support.pages import ROOT
 from tests.support.processes import finished
@@ -55,10 +56,23 @@ def test_libraries_are_loaded_when_they_are_needed(tmp_path: Path) -> None:
     assert not killed.exists()
 
 
-def test_a_rank_that_replaces_another_loads_torch_and_little_more() -> None:
+MORE = """
+import dist_ckpt_strategies.integrations.nemo
+from dist_ckpt_strategies.local import LocalCheckpointManager
+LocalCheckpointManager("local")
+"""
+
+
+def test_a_rank_that_replaces_another_loads_torch_and_little_more(tmp_path: Path) -> None:
+    """Neither the integrations nor the managers import other frameworks."""
     code = "import sys, dist_ckpt_strategies.inprocess, dist_ckpt_strategies.recovery"
-    loaded = finished(sys.executable, "-c", f"{code}\nprint(*sys.modules)").stdout.split()
+    code = f"{code}\nprint(*sys.modules)\n{MORE}\nprint(*sys.modules)"
+    done = finished(sys.executable, "-c", code, cwd=tmp_path)
+    loaded, later = (line.split() for line in done.stdout.splitlines())
 
     assert {"torch", "dist_ckpt_strategies.recovery.manager"} <= set(loaded)
     slow = {"megatron", "tensorstore", "zarr", "torch.distributed.checkpoint"}
     assert not slow.intersection(loaded)
+    frameworks = {"nemo", "lightning", "pytorch_lightning", "nvidia_resiliency_ext"}
+    assert not frameworks & {name.partition(".")[0] for name in later}
+    assert TENSOR_AWARE_CLASS.rpartition(".")[0] not in later

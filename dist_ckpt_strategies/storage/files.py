@@ -346,8 +346,8 @@ class Directory:
     def require_space(self, nbytes: int, num_files: int) -> None:
         """Raise StorageError if the file system says that it has no room for new files."""
         with file_errors(None, self.root):
-            there = next(path for path in (self.root, *self.root.parents) if path.exists())
-            space = os.statvfs(there)
+            make_directories(self.root)
+            space = os.statvfs(self.root)
         blocks = space.f_bavail if os.geteuid() else space.f_bfree
         free = blocks * space.f_frsize
         if space.f_blocks and free < nbytes:

@@ -23,7 +23,7 @@ from tests.support.demo_ranks import run_task_forked
 SMALL = Training(
     size=ModelSize(2, 64, num_heads=4, num_query_groups=4, ffn_hidden=128, sequence_length=32),
     global_batch=8,
-    num_before_save=10,
+    num_before_save=3,
     num_after_save=3,
 )
 INDIVISIBLE = replace(SMALL, size=replace(SMALL.size, num_heads=3, num_query_groups=3))

@@ -94,7 +94,6 @@ def ranks_of(pid: int) -> list[int]:
     ("sent", "status", "said"),
     [
         (signal.SIGINT, 130, "interrupted\n"),
-        (signal.SIGTERM, 143, ""),
         (signal.SIGKILL, -9, ""),
         (None, 3, "error: rank 1"),
     ],

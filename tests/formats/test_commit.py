@@ -1,7 +1,6 @@
 """A checkpoint is visible whole, or not at all, and clearing one touches nothing else."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointExistsError, IncompleteCheckpointError
-from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.checkpoints import contents, write_array, write_marker, write_object
-from tests.support.ranks import RankDiedError, run_processes
-from tests.support.system_calls import dying_at_change
 
 VALUES = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -48,42 +44,6 @@ def save_over(root: Path, *keys: str) -> None:
 
 
 # Visible or not
-
-
-def overwrite(_: int, root: Path, change: int) -> None:
-    """Save over a checkpoint, and die at a change of a directory, counted from 1."""
-    with dying_at_change(change):
-        dist_ckpt_strategies.save(state_of(2.0), root, ("zarr", 1), overwrite=True)
-
-
-def state_of(value: float) -> dict[str, Any]:
-    tensors = {key: torch.full((4,), value) for key in ("w", "a/w", f"only in {value}")}
-    state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()
-    }
-    return state | {"o": ShardedObject("o", value, (1,), (0,)), "value": value}
-
-
-@pytest.mark.multiprocess
-def test_an_overwrite_that_is_killed_leaves_no_marker_beside_a_mixture(tmp_path: Path) -> None:
-    dist_ckpt_strategies.save(state_of(1.0), tmp_path / "old", ("zarr", 1))
-    change, has_died, markers = 0, True, []
-    while has_died:
-        change += 1
-        root = Path(shutil.copytree(tmp_path / "old", tmp_path / str(change)))
-        (result,) = run_processes(1, overwrite, root, change)
-        has_died = isinstance(result, RankDiedError)
-        assert has_died or result is None
-        markers.append((root / "metadata.json").exists())
-        if markers[-1]:  # it counts: for Megatron-Core too, which takes a missing chunk for zeros
-            opened = dist_ckpt_strategies.open(root)
-            value = opened.common["value"]
-            assert {k: a[...].tolist() for k, a in opened.items()} == {
-                key: [value] * 4 for key in ("w", "a/w", f"only in {value}")
-            }
-            assert dict(opened.objects) == {"o/shard_0_1": value}
-    assert change > 10
-    assert (markers[0], all(markers), markers[-1]) == (True, False, True)
 
 
 ODD = [
@@ -191,26 +151,3 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     write_marker(tmp_path, "torch_dist")
     save_over(tmp_path, "w")
     assert contents(tmp_path).keys() == ours | {"mine.distcp"}
-
-
-@pytest.mark.parametrize("backend", [("zarr", 1), ("safetensors", 1)], ids=str)
-def test_arrays_and_objects_of_a_prefix_are_removed_and_the_rest_stays(
-    backend: tuple[str, int], tmp_path: Path
-) -> None:
-    state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, torch.full((4,), float(number)))
-        for number, key in enumerate(("w.a", "w.b", "a.w.", "v"))
-    }
-    state |= {f"{key} object": ShardedObject(key, key, (1,), (0,)) for key in ("w.o", "o.w.")}
-    dist_ckpt_strategies.save(state | {"iteration": 7}, tmp_path, backend)
-
-    OwnLoadShardedStrategy().remove_sharded_tensors(tmp_path, "w.")
-
-    opened = dist_ckpt_strategies.open(tmp_path)
-    assert {key: array[...].tolist() for key, array in opened.items()} == {
-        "a.w.": [2.0] * 4,
-        "v": [3.0] * 4,
-    }
-    assert dict(opened.objects) == {"o.w./shard_0_1": "o.w."}
-    assert opened.common == {"iteration": 7}
-    assert not [*tmp_path.glob(".removed-*")]

@@ -1,6 +1,5 @@
 """Training goes on from the sets, at other layouts; from the flat one once it is upgraded."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt_strategies import diff, upgrade
+from dist_ckpt_strategies import open as open_checkpoint
+from dist_ckpt_strategies import upgrade
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
 from dist_ckpt_strategies.cli.demo.main import ParallelLayout
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
@@ -92,7 +92,6 @@ def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("to", "layout", "route"),
     [
-        (AS_IT_IS, ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
         (AS_IT_IS, ParallelLayout(tp=4, pp=1, dp=1), Route.OURS_WRAPPED),
         (AS_IT_IS, ParallelLayout(tp=1, pp=2, dp=2), Route.WRAPPED),
         (None, ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
@@ -114,6 +113,7 @@ def test_the_state_and_the_next_step_are_those_of_the_expected_tensors(
         checkpoint = str(tmp_path / "upgraded")
         report = upgrade(golden.checkpoint, checkpoint, to)
         assert (report.num_arrays, report.num_objects) == (68, 20)
+        assert to is not None or open_checkpoint(checkpoint).format == ("zarr", 1)
 
     results = done_by(layout.num_ranks, train_on, checkpoint, layout, route)
 
@@ -133,15 +133,6 @@ def test_without_the_upgrade_the_optimizer_cannot_be_loaded(flat: GoldenSet) -> 
 
     assert isinstance(result, CheckpointError), result
     assert f"{PREFIX}param." in str(result)
-
-
-@pytest.mark.slow
-def test_an_upgrade_holds_what_its_source_holds(flat: GoldenSet, tmp_path: Path) -> None:
-    upgrade(flat.checkpoint, tmp_path / "upgraded")
-
-    assert diff(flat.checkpoint, tmp_path / "upgraded").is_equal
-    marker = json.loads((tmp_path / "upgraded" / "metadata.json").read_bytes())
-    assert (marker["sharded_backend"], marker["sharded_backend_version"]) == ("zarr", 1)
 
 
 def test_a_checkpoint_of_the_present_form_is_not_upgraded(
@@ -188,9 +179,7 @@ def load_weights(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("name", "tp", "num_rows"), [(TP4, 2, 104), (RESHARDABLE, 4, 128), (FLAT, 4, 256)]
-)
+@pytest.mark.parametrize(("name", "tp", "num_rows"), [(TP4, 2, 104), (FLAT, 4, 256)])
 def test_weights_are_bit_identical_whatever_the_vocabularys_padding(
     unpacked: Callable[[str], GoldenSet], name: str, tp: int, num_rows: int
 ) -> None:

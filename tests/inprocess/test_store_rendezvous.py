@@ -21,7 +21,7 @@ from dist_ckpt_strategies.inprocess.store_rendezvous import RestartState, StoreR
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 from tests.support.entries import outcome
 from tests.support.ports import HOST
-from tests.support.processes import until
+from tests.support.processes import is_halted, until
 from tests.support.ranks import Processes, run_processes
 from tests.support.thread_ranks import run_ranks
 
@@ -106,10 +106,9 @@ def test_waits_that_time_out_name_the_ranks_that_are_missing(connect: Connect) -
         StoreRendezvous(connect(), "spare").wait_rank(0.02)
 
 
-@pytest.mark.slow
 def test_a_few_of_the_missing_ranks_of_a_large_world_are_named(connect: Connect) -> None:
-    with pytest.raises(PeerTimeoutError, match=r"missing: 1, 2, .*, 64 and 935 more"):
-        StoreRendezvous(connect(), "w0", place(0, 1000)).barrier(0.02)
+    with pytest.raises(PeerTimeoutError, match=r"missing: 1, 2, .*, 64 and 5 more"):
+        StoreRendezvous(connect(), "w0", place(0, 70)).barrier(0.02)
 
 
 @pytest.mark.parametrize("num_writes", [None, *range(2, 6)])
@@ -231,7 +230,7 @@ class Life:
         self._me = StoreRendezvous(self._connect(), self._name, place(self._rank, self._size))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.slow
 def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_round(
     connect: Connect, seed: int
@@ -320,6 +319,7 @@ def test_a_job_whose_store_is_lost_cannot_be_closed_and_its_workers_are_fenced(
     next_of(Placed, news)
 
     os.kill(pid, number)
+    until(lambda: is_halted(pid))
     began = time.monotonic()
     with pytest.raises(PeerLostError, match=f"{HOST}:{port} does not answer"):
         places.close(GAVE_UP, "workers have died too often")

@@ -154,17 +154,14 @@ def load_damaged(rank: int, root: Path) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 2)])
-def test_fsdp2_state_is_saved_twice_and_loaded_by_other_ranks(
-    saving: int, loading: int, tmp_path: Path
-) -> None:
-    saved = done_by(saving, save_twice, tmp_path)[0]
+def test_fsdp2_state_is_saved_twice_and_loaded_by_more_ranks(tmp_path: Path) -> None:
+    saved = done_by(2, save_twice, tmp_path)[0]
 
-    assert len(list(tmp_path.glob("packs/*/*"))) == saving, "the packs of the first save are gone"
-    assert done_by(loading, load_raw, tmp_path) == [saved] * loading
+    assert len(list(tmp_path.glob("packs/*/*"))) == 2, "the packs of the first save are gone"
+    assert done_by(4, load_raw, tmp_path) == [saved] * 4
 
     pack = damage(tmp_path)
-    for text in done_by(loading, load_damaged, tmp_path):
+    for text in done_by(4, load_damaged, tmp_path):
         assert "is damaged: bytes" in text
         assert str(pack) in text
 

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.integrations import dcp
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
-from tests.integrations.test_dcp import Broken, plain, values, whole
+from tests.integrations.test_dcp import Broken, Foreign, plain, values, whole
 from tests.support.pages import ROOT, python_blocks
 from tests.support.processes import ended
 from tests.support.ranks import done_by
@@ -173,10 +173,6 @@ def test_what_is_saved_without_dcp_is_loaded_by_it_and_the_reverse(tmp_path: Pat
 
 
 # Failures
-
-
-class Foreign:
-    """A class that is on no list."""
 
 
 def fail_in_background(rank: int, root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +11,7 @@ from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
 from dist_ckpt_strategies.integrations import nemo
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.integrations.nemo import strategy_class
-from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS
 from dist_ckpt_strategies.recovery import CheckpointManager
-from tests.support.processes import run_script
-
-TENSOR_AWARE_MODULE = TENSOR_AWARE_CLASS.rpartition(".")[0]
 
 
 class Base:
@@ -48,25 +43,6 @@ def test_nemos_peft_is_found_among_the_callbacks() -> None:
     strategy.trainer = SimpleNamespace(callbacks=[type("PEFT", (), {})()])  # named as NeMo's
 
     assert strategy.is_peft()
-
-
-@pytest.mark.slow
-def test_neither_integrations_nor_managers_import_other_frameworks(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "before = set(sys.modules)\n"
-        "import dist_ckpt_strategies.integrations.nemo\n"
-        "from dist_ckpt_strategies.local import LocalCheckpointManager\n"
-        "LocalCheckpointManager('local')\n"
-        "names = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "frameworks = {'nemo', 'lightning', 'pytorch_lightning', 'nvidia_resiliency_ext'}\n"
-        f"print(sorted(names & frameworks), {TENSOR_AWARE_MODULE!r} in sys.modules)\n"
-    )
-
-    done = run_script(script)
-
-    assert done.stdout == "[] False\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def load(_rank: int, root: str) -> None:
             assert torch.equal(wanted["a"].data, torch.full_like(wanted["a"].data, -1))
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 4), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
 def test_a_state_comes_back_in_any_layout_on_any_number_of_ranks_though_a_node_is_lost(
     old: int, new: int, tmp_path: Path
 ) -> None:
@@ -288,7 +288,8 @@ def compare_with_a_global_load(rank: int, root: str) -> None:
     LocalCheckpointManager(place, timeout_s=30).save(state, 1)
     stored, _ = LocalCheckpointManager(place, timeout_s=30).load()
     for (name, make), (strict, is_strict) in product(requests().items(), HOW):
-        if " tp" in name and (strict, is_strict) not in HOW[:2]:
+        is_of_keys = name.startswith(("a key", "an object", "keys"))
+        if not is_of_keys and (strict, is_strict) not in HOW[:2]:
             continue  # the keys are those that are stored
         how = {"strict": strict, "strict_dtype": is_strict}
         results = []

@@ -343,7 +343,7 @@ def train_through(  # noqa: PLR0915 - a script's block
         faults.begin()
         with suppress(dist.DistBackendError):  # of the attempt before, which CUDA would not tell
             torch.cuda.synchronize()
-        join_group(MIXED)
+        join_group("nccl" if how == "synchronous" else MIXED)
         own, optimizer = Sharded(rank, faults), SimpleNamespace()
         try:
             if manager.try_checkpointless_load(own) is not None:
@@ -443,7 +443,6 @@ def rely_on_pending_work(rank: int, what: str, root: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "phase"),
     [
-        ("track", Phase.RUNNING),
         ("save_checkpoint", Phase.RUNNING),
         ("base model", Phase.RUNNING),
         ("checksums", Phase.RUNNING),

@@ -1,6 +1,5 @@
 """The paths between ranks over NCCL, or its rules in one queue: the worst that they permit."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from dist_ckpt_strategies import ManagerOptions, TieredCheckpointManager
 from dist_ckpt_strategies.comm.base import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
-from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.strategies.registry import StrategyAction, get_default_strategy
@@ -33,9 +30,8 @@ from tests.local.clique_worlds import (
 from tests.support import entries
 from tests.support.entries import FORMATS, PACKS, ZARR, Entry, outcome, prepare
 from tests.support.memory_provider import MemoryProvider
-from tests.support.nccl_rules import join_nccl, use_nccl
+from tests.support.nccl_rules import join_nccl
 from tests.support.ranks import done_by
-from tests.support.restarts import Wrappers, join_group, run_restartable
 from tests.support.sharding import Cut, Part, differences, on_grid, part_of, zeros
 from tests.support.sharding import state_of as sharded_state_of
 
@@ -175,44 +171,6 @@ def all_paths(rank: int, root: Path, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_path_between_ranks(backend: str, tmp_path: Path) -> None:
     done_by(SIZE, all_paths, tmp_path, backend, timeout_s=LIMIT_S)
-
-
-def restart(rank: int, wrapper: Wrappers, backend: str) -> Any:
-    """In the first attempt rank 2 raises while the others reduce the gradients of step 1."""
-    use_nccl()
-    attempts: list[str] = []
-    manager = CheckpointManager(timeout_s=30)
-    abort = CheckpointlessAbortManager.get_default_checkpointless_abort()
-
-    @wrapper(abort=abort, checkpoint_manager=manager)
-    def block(call: HPCallWrapper | None = None) -> Any:
-        attempts.append(call.last_fault.why if call and attempts else "")
-        join_group(backend)
-        own = provider(1.0, 0)
-        loaded = manager.try_checkpointless_load(own)
-        manager.track(own)
-        while own.step < 3:
-            manager.begin_step()
-            if len(attempts) == 1 and own.step == 1 and rank == 2:
-                time.sleep(0.2)
-                raise ValueError("on purpose")
-            gradient = torch.full((4,), float(rank), device="cuda")
-            dist.all_reduce(gradient)
-            manager.vote()
-            with manager.updating():
-                own.apply_update()
-            manager.end_step()
-        return loaded and loaded["global_step"], values(own)
-
-    return block(), attempts
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_block_runs_again_from_memory_after_the_fault_of_one_rank(backend: str) -> None:
-    results = run_restartable(SIZE, restart, backend, timeout_s=LIMIT_S)
-
-    for found in results:
-        assert found == ((1, [4.0]), ["", "ValueError: on purpose"])
 
 
 def polls_while_the_gpu_is_behind(rank: int, root: Path) -> list[int]:

@@ -56,10 +56,14 @@ def test_at_the_first_start_there_is_nothing_to_load() -> None:
     assert (manager.global_step, manager.phase, manager.rng_states) == (None, None, None)
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "step", "value"),
-    [(Phase.RUNNING, 6, 1.0), (Phase.COMMITTED, 7, 2.0), (Phase.UPDATED, 7, 2.0)],
+    ("phase", "step", "value", "is_offloaded"),
+    [
+        (Phase.RUNNING, 6, 1.0, False),
+        (Phase.RUNNING, 6, 1.0, True),
+        (Phase.COMMITTED, 7, 2.0, True),
+        (Phase.UPDATED, 7, 2.0, True),
+    ],
 )
 @pytest.mark.slow
 def test_a_new_model_takes_over_what_the_old_one_had_and_that_is_let_go_of(

@@ -16,6 +16,7 @@ from dist_ckpt_strategies.integrations.lightning import (
     CheckpointlessCompatibleConnector,
     TieredCheckpointCallback,
 )
+from tests.integrations.lightning_training import QUIET
 from tests.seams.rank import (
     LIMIT_S,
     NUM_STEPS,
@@ -31,13 +32,6 @@ from tests.seams.rank import (
 AnyDataset: Any = Dataset
 AnyModule: Any = LightningModule
 AnyCallback: Any = Callback
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Batches(AnyDataset):  # type: ignore[misc]

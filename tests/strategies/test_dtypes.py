@@ -134,7 +134,7 @@ def load_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> None:
     warned = logged(level=logging.WARNING)
     layouts = ("dense", "transposed", "parameter", None)
     for entry, (name, strategy) in product(Entry, loaders(backend).items()):
-        for layout in layouts if entry is Entry.OURS else layouts[1::2]:
+        for layout in layouts[entry is Entry.MEGATRON :: 2]:
             way = f"{entry} {name} {layout}"
             wanted = request(rank, arrays, layout)
             given = {key: value.data for key, value in wanted.items()}

@@ -173,22 +173,29 @@ def classes_are_allowed_by_argument_by_strategy_or_by_registration(
 
 def one_rank_alone_reads_metadata_and_removes_arrays(rank: int, scratch: Path) -> None:
     root = scratch / "c"
-    state: dict[str, Any] = state_of(rank, [*CUTS, on_grid("w.old", (4,), (4,))])
-    state["o"] = ShardedObject("w.object/of", rank, (4,), (rank,))
+    others = [on_grid(key, (4,), (4,)) for key in ("w.old", "a.w.o")]
+    state: dict[str, Any] = state_of(rank, [*CUTS, *others]) | {"iteration": 7}
+    for key in ("w.object/of", "o.w.o"):
+        state[key] = ShardedObject(key, rank, (4,), (rank,))
     save(Entry.OURS, state, root)
     if rank == 2:
         tensors = dist_checkpointing.load_tensors_metadata(str(root))
         shapes = {key: (tensor.global_shape, tensor.dtype) for key, tensor in tensors.items()}
-        expected = {"w": (8, 4), "b": (4,), "w.old": (4,)}
+        expected = {"w": (8, 4), "b": (4,), "w.old": (4,), "a.w.o": (4,)}
         assert shapes == {key: (shape, torch.float32) for key, shape in expected.items()}
-        objects = {f"w.object/of/shard_{n}_4" for n in range(4)}
+        objects = {f"{key}/shard_{n}_4" for key in ("w.object/of", "o.w.o") for n in range(4)}
         assert load_sharded_metadata(str(root)).keys() == expected.keys() | objects
-        assert dist_checkpointing.load_common_state_dict(str(root)) == {}
+        assert dist_checkpointing.load_common_state_dict(str(root)) == {"iteration": 7}
         dist_checkpointing.remove_sharded_tensors(str(root), "w.o")
-        assert load_sharded_metadata(str(root)).keys() == {"b", "w"}
+        kept = {"b", "w", "a.w.o", *(f"o.w.o/shard_{n}_4" for n in range(4))}
+        assert load_sharded_metadata(str(root)).keys() == kept
     dist.barrier()
+    opened = dist_ckpt_strategies.open(root)
+    assert set(opened.objects) == {f"o.w.o/shard_{n}_4" for n in range(4)}
+    assert (opened.objects["o.w.o/shard_3_4"], opened.common) == (3, {"iteration": 7})
+    assert not [*root.glob(".removed-*")]
     plain = dist_checkpointing.load_plain_tensors(str(root))
-    assert all(same_bits(plain[cut.key], whole(cut)) for cut in CUTS)
+    assert all(same_bits(plain[cut.key], whole(cut)) for cut in [*CUTS, others[1]])
 
 
 def groups_save_on_their_own_and_errors_name_global_ranks(rank: int, scratch: Path) -> None:

@@ -245,7 +245,7 @@ def kill_over_another_format(rank: int, scratch: Path, way: str) -> None:
         assert {value_in(root, entry) for entry in Entry} == {3.0}, (state, found)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["ours, async", "megatrons"])
 def test_a_kill_while_another_format_is_replaced_leaves_no_mixture(
     way: str, tmp_path: Path
 ) -> None:
@@ -269,6 +269,9 @@ def kill_over(rank: int, scratch: Path, older: tuple[str, int] | None) -> None:
             "none"
         ]
         assert before == signature(root), (state, of_keys)
+        # Megatron-Core, which goes by the marker, takes a missing chunk for zeros.
+        is_marked = (root / "metadata.json").exists()
+        assert older == PACKS or is_marked == (found[-1] != "none"), (state, of_keys)
         save(state_of(3.0), root, overwrite=True)
         assert value_in(root) == 3.0, (state, of_keys)
     assert len(found) == len(states) > 10

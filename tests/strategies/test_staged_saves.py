@@ -93,10 +93,7 @@ def test_a_commit_that_fails_half_way_keeps_the_files_of_both(tmp_path: Path) ->
     require_on_ranks(1, fails_in_commit, tmp_path / "c")
 
 
-# Loads during a commit
-
-
-# Random saves and faults: a directory never holds a mixture of checkpoints
+# A directory never holds a mixture of checkpoints
 
 SIZE = 2
 UNCHECKED = {"validate_access_integrity": False}

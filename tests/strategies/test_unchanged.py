@@ -1,8 +1,7 @@
 """Saves that repeat the one before: told in trainings with faults, and in no honest one."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.integrations import dcp
 from dist_ckpt_strategies.local import LocalCheckpointManager
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
-from tests.support.entries import PACKS, outcome, require_failure, require_on_ranks
+from tests.support.entries import PACKS, logged, outcome, require_failure, require_on_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -74,20 +73,6 @@ class Training:
             shards[key] = ShardedTensor.from_rank_offsets(key, tensor, *where, replica_id=replica)
         random = ShardedObject("rng", torch.get_rng_state(), (2,), (self.rank,))
         return {"shards": shards, "rng": random, "num_done": self.num_done}
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """The warnings about saves that repeat others, on this rank."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dist_ckpt_strategies.sharded.unchanged")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def by_save(root: Path) -> Save:
@@ -158,17 +143,17 @@ def run_honest(rank: int, begin: Callable[[Path], Save], root: Path) -> None:
             step += 1
         act(training.state(), step)
 
-    with told() as found:
-        for _ in range(3):
-            go(0.0)  # warm-up, in which the average moves at first
-            training.mean.copy_(training.layers["one"].detach())
-        for _ in range(2):
-            go(0.1)
-        training.layers["one"].requires_grad_(False)  # noqa: FBT003
-        go(updates=2)
-        training.layers["base"].requires_grad_(True)  # noqa: FBT003 - new moments: new arrays
-        go()
-        go()
+    found = logged(".sharded.unchanged")
+    for _ in range(3):
+        go(0.0)  # warm-up, in which the average moves at first
+        training.mean.copy_(training.layers["one"].detach())
+    for _ in range(2):
+        go(0.1)
+    training.layers["one"].requires_grad_(False)  # noqa: FBT003
+    go(updates=2)
+    training.layers["base"].requires_grad_(True)  # noqa: FBT003 - new moments: new arrays
+    go()
+    go()
     assert not found, found
 
 
@@ -184,13 +169,13 @@ def run_faults(rank: int, begin: Callable[[Path], Save], root: Path, way: str) -
         dist.barrier()
         training, act = Training(rank), begin(root / f"fault{number}")
         kept: dict[str, torch.Tensor] = {}
-        with told() as found:
-            for step in (1, 2, 3):
-                training.step()
-                tensors = training.tensors()
-                if step == 2:
-                    kept = {k: t.clone() for k, t in tensors.items() if stale in k and t.dim()}
-                act(training.state(tensors | (kept if step > 2 else {})), 10 * step)
+        found = logged(".sharded.unchanged")
+        for step in (1, 2, 3):
+            training.step()
+            tensors = training.tensors()
+            if step == 2:
+                kept = {k: t.clone() for k, t in tensors.items() if stale in k and t.dim()}
+            act(training.state(tensors | (kept if step > 2 else {})), 10 * step)
         assert len(found) == (rank == 0), found
         for text in found:
             assert "unchanged since" in text, text

@@ -74,7 +74,13 @@ def is_running(pid: int) -> bool:
     return process_state(pid) not in {"", "Z", "X"}
 
 
-def process_state(pid: int) -> str:
+def is_halted(pid: int) -> bool:
+    """Whether no thread of a process runs: each is stopped, or has ended."""
+    tasks = Path(f"/proc/{pid}/task").glob("*")
+    return all(process_state(f"{pid}/task/{task.name}") in "TZX" for task in tasks)
+
+
+def process_state(pid: int | str) -> str:
     """The letter that the system has for it; nothing where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

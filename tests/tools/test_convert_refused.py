@@ -42,8 +42,8 @@ SMALL = ConvertOptions(max_memory_bytes=1, max_file_bytes=20_000, num_threads=2)
 
 
 def state(rank: int, _to: str) -> dict[str, Any]:
-    """24 arrays of 64 KiB and an object."""
-    cuts = [on_grid(f"w{n}", (128, 128), (4, 2), size=1) for n in range(24)]
+    """8 arrays of 64 KiB and an object."""
+    cuts = [on_grid(f"w{n}", (128, 128), (4, 2), size=1) for n in range(8)]
     value = {"t": torch.arange(9), "s": {1}}
     return state_of(rank, cuts) | {"object": ShardedObject("rng", value, (1,), (0,))}
 
@@ -85,7 +85,7 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
 
     report = convert(saved / source, target, to, options=SMALL)
 
-    assert report.nbytes == 24 * (64 << 10)
+    assert report.nbytes == 8 * (64 << 10)
     assert to == "safetensors" or diff(saved / source, target).is_equal
     assert not list(target.rglob(".partial-*"))
 
@@ -117,7 +117,7 @@ def test_a_conversion_to_packs_that_fails_leaves_no_file(
     saved: Path, tmp_path: Path, source: str
 ) -> None:
     damaged = copied(saved / source, tmp_path / "c")
-    name = "packs/*/*" if source == "pack" else "w9/0.0"
+    name = "packs/*/*" if source == "pack" else "w7/0.0"
     path = max(damaged.glob(name), key=lambda path: path.stat().st_size)
     truncate_half(path)
 
@@ -179,11 +179,11 @@ def test_damage_of_the_source_is_named_and_nothing_is_visible(
     (path,) = tmp_path.glob(name)
     damage(path, 70)  # in an archive: within its pickle
 
-    for to in ("zarr@1", "torch_dist"):
-        with pytest.raises(CheckpointError) as found:
-            convert(tmp_path / source, tmp_path / f"to {to}", to)
-        assert str(path) in str(found.value)
-        assert not is_finished(tmp_path / f"to {to}")
+    to = "torch_dist" if source.startswith("zarr") else "zarr@1"
+    with pytest.raises(CheckpointError) as found:
+        convert(tmp_path / source, tmp_path / "target", to)
+    assert str(path) in str(found.value)
+    assert not is_finished(tmp_path / "target")
 
 
 @pytest.mark.parametrize(("act", "by"), [(convert, "environment"), (upgrade, "options")])

@@ -60,8 +60,6 @@ def test_ranks_write_the_same_bytes_as_one_process(
 
     assert [report.nbytes for report in reports] == [one.nbytes] * 2, reports
     files = [contents(tmp_path / name) for name in ("one", "two")]
-    for found in files:
-        found.pop("manifest/save.json", None)  # it says when the save began
     if to == "pack":  # files have random names, headers a save id, and the index the time
         assert diff(tmp_path / "one", tmp_path / "two").is_equal
         files = [tensors_of(tmp_path / name) for name in ("one", "two")]

@@ -76,30 +76,13 @@ def random_index(rng: random.Random, shape: tuple[int, ...]) -> Any:
     return index[0] if len(index) == 1 and rng.random() < 0.5 else tuple(index)
 
 
-@pytest.mark.parametrize("backend", [("safetensors", 1), ("zarr", 1)], ids=str)
-def test_a_slice_crosses_blocks(tmp_path: Path, backend: tuple[str, int]) -> None:
-    values = torch.arange(48.0).reshape(8, 6)
-    rows_and_columns = [(row, column) for row in range(4) for column in range(2)]
-    state = {
-        f"{row} {column}": ShardedTensor.from_rank_offsets(
-            "w",
-            values[2 * row : 2 * row + 2, 3 * column : 3 * column + 3].contiguous(),
-            *((0, row, 4), (1, column, 2)),
-        )
-        for row, column in rows_and_columns
-    }
-    dist_ckpt_strategies.save(state, tmp_path, backend)
-    array = dist_ckpt_strategies.open(tmp_path)["w"]
-
-    for index in (np.s_[3:7, 1:5], np.s_[1, 2:], np.s_[..., 3:4], np.s_[-3:, :1], np.s_[5]):
-        assert np.array_equal(array[index], values.numpy()[index]), index
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_slices_are_those_of_numpy(saved: Path, name: str) -> None:
     before = contents(saved / name)
-    opened, rng = dist_ckpt_strategies.open(saved / name), random.Random(name)
+    in_parts = Options(max_inflight_bytes=70_000)  # of the large one
+    opened = dist_ckpt_strategies.open(saved / name, options=in_parts)
+    rng = random.Random(name)
     expected = {key: held.data.numpy() for key, held in state(1).items() if key in SHAPES}
 
     for key, values in expected.items():
@@ -120,17 +103,6 @@ def test_slices_are_those_of_numpy(saved: Path, name: str) -> None:
     assert opened.objects["rng/shard_0_1"] == {1: 1}
     assert opened.common["iteration"] == 1
     assert contents(saved / name) == before
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_slices_with_steps_are_read_in_parts(saved: Path, name: str) -> None:
-    array = dist_ckpt_strategies.open(saved / name, options=Options(max_inflight_bytes=70_000))
-    expected = state(1)["large"].data.numpy()
-    rng = random.Random(name)
-
-    for _ in range(20):
-        index = random_index(rng, expected.shape)
-        assert np.array_equal(array["large"][index], expected[index]), index
 
 
 def test_a_slice_with_steps_takes_little_memory(tmp_path: Path) -> None:
@@ -181,7 +153,6 @@ def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path, saved: Path) ->
         dist_ckpt_strategies.open(tmp_path / "unfinished")
     with pytest.raises(StrategyError, match="verify: expected one of off, read"):
         dist_ckpt_strategies.open(saved / "pack", verify="some")
-    (tmp_path / "c").mkdir()
     lost = copied(saved / "pack", tmp_path / "lost")
     (lost / "index").write_bytes(b"{")
     with pytest.raises(CorruptCheckpointError, match="rebuild-index"):

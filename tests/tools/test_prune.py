@@ -257,13 +257,12 @@ WAYS = [replace_it, prune_it, have_a_manager_remove_it]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("put", [put_beside, put_within])
 def test_what_is_no_part_of_packs_stays_when_they_go(
-    put: Callable[[Path], dict[str, bytes]], way: Callable[[Path], None], tmp_path: Path
+    way: Callable[[Path], None], tmp_path: Path
 ) -> None:
     root = tmp_path / "iter_0000001"
     dist_ckpt_strategies.save(state_of(1, "w"), root)
-    others = put(root)
+    others = put_within(root) | put_beside(root)
 
     way(root)
 

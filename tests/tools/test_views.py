@@ -15,12 +15,13 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.tools import lazy_array
 from tests.cli.commands import json_of, run
 from tests.support.checkpoints import flip_at
+from tests.support.tensors import bits
 
 pytestmark = pytest.mark.slow
 
 VALUES = {
     "model/large": torch.arange(110_000, dtype=torch.float32).reshape(1100, 100),
-    "model/layer/cube": torch.arange(210, dtype=torch.int64).reshape(5, 7, 6),
+    "model/layer/cube": torch.arange(2100, dtype=torch.int64).reshape(10, 35, 6),
     "half": torch.tensor([1.5, 0.0, -2.0], dtype=torch.bfloat16),
     "empty": torch.zeros(0, 4),
     "scalar": torch.tensor(3.5),
@@ -35,12 +36,8 @@ def save(root: Path) -> Path:
     return root
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def test_views_have_the_same_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy_array, "_CHUNK_NBYTES", 1000)  # many chunks, and some at the edge
+    monkeypatch.setattr(lazy_array, "_CHUNK_NBYTES", 7000)  # many chunks, and some at the edge
     opened = dist_ckpt_strategies.open(save(tmp_path / "c"))
     group = zarr.open_group(opened.zarr_store(), mode="r")
 
@@ -78,7 +75,7 @@ def test_inspect_shows_figures_about_elements(tmp_path: Path) -> None:
 
     assert found == {
         "model/large": (0, 109_999, 54_999.5, 0, 1 / 110_000),
-        "model/layer/cube": (0, 209, 104.5, 0, 1 / 210),
+        "model/layer/cube": (0, 2099, 1049.5, 0, 1 / 2100),
         "half": (-2.0, 1.5, pytest.approx(-1 / 6), 0, pytest.approx(1 / 3)),
         "empty": (None, None, None, 0, 0),
         "scalar": (3.5, 3.5, 3.5, 0, 0),
@@ -89,5 +86,5 @@ def test_inspect_shows_figures_about_elements(tmp_path: Path) -> None:
     assert [line.split() for line in lines] == [
         ["array", "min", "max", "mean", "nan", "zeros"],
         ["model/large", "0", "109999", "54999.5", "0", "9.09091e-06"],
-        ["model/layer/cube", "0", "209", "104.5", "0", "0.0047619"],
+        ["model/layer/cube", "0", "2099", "1049.5", "0", "0.00047619"],
     ]

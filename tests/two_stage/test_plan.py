@@ -1,6 +1,5 @@
 """What several ranks request is read once, evenly, and goes to those that request it."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -72,28 +71,6 @@ def planned(
 
 def batches_of(plan: GroupPlan) -> list[Batch]:
     return [batch for batches in plan.rounds for batch in batches]
-
-
-@given(some_wants())
-def test_regions_that_several_ranks_request_are_read_once_for_them(case: Case) -> None:
-    arrays, wants = case
-    plan = planned(case)
-    requesters = defaultdict(list)
-    for rank, wanted in enumerate(wants):
-        for want in set(wanted):
-            requesters[want].append(rank)
-
-    assert plan.shared == {want for want, ranks in requesters.items() if len(ranks) > 1}
-    for array, region in plan.shared:
-        ranks = tuple(requesters[array, region])
-        slices = [
-            each for batch in batches_of(plan) if batch.requesters == ranks for each in batch.slices
-        ]
-        parts = [e.region for e in slices if e.array == array and region.contains(e.region)]
-        assert sum(part.numel for part in parts) >= region.numel
-    total = sum(each.nbytes for batch in batches_of(plan) for each in batch.slices)
-    assert total == sum(region.numel * arrays[n].dtype.itemsize for n, region in plan.shared)
-    assert all(batch.reader in batch.requesters for batch in batches_of(plan))
 
 
 @given(some_wants(), st.lists(st.sampled_from(["a", "b", None]), min_size=8, max_size=8))
