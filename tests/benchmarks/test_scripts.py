@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -30,11 +29,9 @@ from benchmarks import (
     two_stage,
     walk,
 )
-from tests.support.processes import until
 
 pytestmark = pytest.mark.multiprocess
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NEEDS_MOTO = pytest.mark.skipif(
     not (find_spec("moto") and find_spec("boto3")), reason="moto and boto3 are not installed"
 )
@@ -116,17 +113,3 @@ def test_the_campaign_of_recovery_finds_no_violation(tmp_path: Path) -> None:
     assert len(lines["recovery"]) == 2
     assert [line["faults"] for line in lines["campaign"]] == [2]
     assert lines["violation"] == []
-
-
-def test_a_run_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
-    options = ("--candidate", "zarr 1", "--repetitions", "1000", "--size", "0.01")
-    line = [sys.executable, str(BENCHMARKS / "save_load.py"), "--directory", str(tmp_path)]
-    process = Popen([*line, *options], stdout=DEVNULL, stderr=DEVNULL)
-    try:
-        until(lambda: list(tmp_path.glob("*/*")))  # ranks are at work
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.wait()
-    assert list(tmp_path.iterdir()) == []
