@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.staging import (
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-)
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
@@ -52,7 +48,7 @@ from dist_ckpt_strategies.storage.io_pool import OPENING, WORK, Deadline, run_wi
 logger = logging.getLogger(__name__)
 
 
-class PackStorageWriter(Placed, BlockingAsyncStager, StorageWriter):
+class PackStorageWriter(Placed, staging.BlockingAsyncStager, StorageWriter):
     """Saves as ("safetensors", 1): each rank writes packs, the coordinator makes them visible.
 
     For ``torch.distributed.checkpoint.save`` and ``async_save``, also in a process of its own: it
@@ -89,12 +85,13 @@ class PackStorageWriter(Placed, BlockingAsyncStager, StorageWriter):
         """A copy of the state in host memory. DCP's ``async_save`` calls it."""
         # The copy that DCP makes by itself has the memory, without the conjugate and negative bits.
         plain = tree_map_only(torch.Tensor, lambda t: t.resolve_conj().resolve_neg(), state_dict)
-        stager = DefaultStager(StagingOptions(*[False] * 4))
+        if not hasattr(staging, "DefaultStager"):  # an earlier torch
+            return staging.BlockingAsyncStager().stage(plain)
+        stager: Any = staging.DefaultStager(staging.StagingOptions(*[False] * 4))
         try:
-            staged: Any = stager.stage(plain)
+            return dict(stager.stage(plain))
         finally:
             stager.close()
-        return dict(staged)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
         """Begin a save. DCP calls it.
