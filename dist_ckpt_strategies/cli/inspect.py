@@ -43,7 +43,8 @@ _UNKNOWN = "?"
 _FIGURES = ("min", "max", "mean", "nan", "zeros")
 _RIGHT = ("files", "blocks", "shards", "copies", "owner", "ranks", "tensors", "size")
 _NOT_LOOKED_INTO = (
-    "dist-ckpt looks into packs and zarr 1 only; `dist-ckpt diff` and `convert` read others too"
+    "dist-ckpt looks into packs and zarr 1 only; "
+    "`dist-ckpt diff` and `convert` read zarr 3 and torch_dist too"
 )
 
 

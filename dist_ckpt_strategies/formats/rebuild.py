@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -107,8 +107,13 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     store = place_of(location)
     _require_no_other_format(store)
     seen = content_of(store, INDEX_NAME)
+
+    def require_unchanged() -> None:
+        if content_of(store, INDEX_NAME) != seen:
+            raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
+
     if not force and seen is not None and (index := _whole_index(store)) is not None:
-        _write_lost_copies(store, index)
+        _write_lost_copies(store, index, require_unchanged)
         return None
     files = map(_FILE.fullmatch, files_below(store, FOLDER))
     names = sorted(match[2] for match in files if match)
@@ -120,11 +125,6 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
     for pack in opened:
         groups[pack.save_id].append(pack)
     why: list[str] = []
-
-    def require_unchanged() -> None:
-        if content_of(store, INDEX_NAME) != seen:
-            raise CheckpointChangedError(f"{store}: a save has replaced {INDEX_NAME}; begin anew")
-
     for save_id in sorted(groups, reverse=True):
         try:
             num_arrays, save = _whole_save(store, groups[save_id])
@@ -164,16 +164,18 @@ def _whole_index(store: Place) -> FullIndex | None:
     return None
 
 
-def _write_lost_copies(store: Place, index: FullIndex) -> None:
+def _write_lost_copies(store: Place, index: FullIndex, require: Callable[[], None]) -> None:
     """Write what Megatron-Core reads beside packs, where it is missing or damaged."""
     if (where := index.common) is None:
         return
     common = read_content(store, index.packs()[where.pack], where, "common state", {})
-    is_right = content_of(store, COMMON_NAME) == common, marker_of(store) == PACKS
-    for is_whole, name, content in zip(
-        is_right, (COMMON_NAME, MARKER_NAME), (common, PACKS.to_json()), strict=True
-    ):
-        if not is_whole:
+    lost = {} if content_of(store, COMMON_NAME) == common else {COMMON_NAME: common}
+    lost |= {} if marker_of(store) == PACKS else {MARKER_NAME: PACKS.to_json()}
+    if not lost:  # the place may be read-only
+        return
+    with store.locked():
+        require()  # a later save has copies of its own
+        for name, content in lost.items():
             store.write(name, content)
             logger.warning("%s was missing or damaged, and is written anew", store.path(name))
 

@@ -92,7 +92,8 @@ class ShardLayout:
         Its tensors share memory with those of the state, which a load fills.
 
         Raises:
-            PlanError: the state has what it had not when the layout was made.
+            PlanError: the state has what it had not when the layout was made. On all ranks, if a
+                function that calls this is given to the manager's ``save``.
         """
         shards = _shards_of(state)
         for value in shards.values():

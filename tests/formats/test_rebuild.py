@@ -15,6 +15,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import DType, Region, ShardId, ShardSpec
 from dist_ckpt_strategies.errors import (
+    CheckpointChangedError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -26,7 +27,7 @@ from dist_ckpt_strategies.formats.pack_checkpoint import PackCheckpoint
 from dist_ckpt_strategies.formats.pack_write import write_pack
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.sharded.save import Contents
-from dist_ckpt_strategies.storage.files import Directory
+from dist_ckpt_strategies.storage.files import LOCK_NAME, Directory
 from dist_ckpt_strategies.strategies.own_load import OwnLoadShardedStrategy
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.cli.commands import json_of, run
@@ -35,6 +36,7 @@ from tests.support.layouts import scattered
 from tests.support.packs import save_packs
 from tests.support.pages import reader_of
 from tests.support.sharding import part_of, state_of
+from tests.support.system_calls import before_calls
 from tests.support.tensors import bits
 
 CUTS = scattered()
@@ -281,6 +283,22 @@ def test_a_save_of_which_the_index_was_made_before_its_commit_keeps_its_packs(
 def state() -> dict[str, Any]:
     weight = ShardedTensor.from_rank_offsets("w", torch.arange(12.0))
     return {"w": weight, "o": ShardedObject("o", {"x": 1}, (1,), (0,)), "iteration": 7}
+
+
+def test_a_save_that_comes_before_the_copies_are_mended_keeps_its_own(tmp_path: Path) -> None:
+    dist_ckpt_strategies.save(state(), tmp_path)
+    (tmp_path / "common.pt").unlink()
+    later = state() | {"iteration": 8}
+
+    def save_first(_name: str, path: str) -> None:
+        if path.endswith(LOCK_NAME) and not is_over:
+            is_over.append(True)
+            dist_ckpt_strategies.save(later, tmp_path, overwrite=True)
+
+    is_over: list[bool] = []
+    with before_calls(save_first, ["open"]), pytest.raises(CheckpointChangedError):
+        rebuild_index(tmp_path)
+    assert torch.load(tmp_path / "common.pt")["iteration"] == 8
 
 
 def test_the_command_and_the_loads_around_it(tmp_path: Path) -> None:
