@@ -225,8 +225,7 @@ def finish_save(
     ``last`` of the next save.
 
     If it fails on any rank, every rank raises, and nothing of the save stays. Where contact with a
-    peer is lost its outcome is unknown: files that have their names stay, and count if all are
-    there.
+    peer is lost its outcome is unknown: files with names stay, and count if all are there.
 
     Raises:
         PlanError: the save repeats the last one, and ``on_unchanged`` says so.
