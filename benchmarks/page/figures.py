@@ -16,7 +16,8 @@ _OURS, _PEER, _BASELINE = "#1f6fb4", "#b9bec5", "#c0392b"
 _SETTINGS: Final[dict[Any, Any]] = {
     "svg.hashsalt": "dist_ckpt_strategies",
     "svg.fonttype": "none",
-    "font.family": "sans-serif",
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
