@@ -319,6 +319,19 @@ def tied_weights(rank: int, scratch: Path) -> None:
             require_refused(call, PlanError, "for which the checkpoint holds other values")
 
 
+def a_load_of_shards_that_do_not_fit(rank: int, scratch: Path) -> None:
+    """Nobody is the main replica of a part, then two are, after a load of a sharding that fits."""
+    save(Entry.OURS, state_of(rank, CUTS), scratch)
+    load(Entry.OURS, state_of(rank, CUTS, no_data), scratch)
+    for index, replica, words in ((0, 1, "main replica"), (1, 0, "main replica")):
+        wanted: dict[str, Any] = state_of(rank, CUTS, no_data)
+        if rank == 2:
+            [*wanted.values()][-index].replica_id = replica
+        call = partial(load, Entry.OURS, wanted, scratch)
+        require_refused(call, CoverageError, words)
+        assert call(validate_access_integrity=False).keys() == wanted.keys()
+
+
 def sharded_whole(key: str, data: torch.Tensor, rank: int) -> Any:
     return ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
 
@@ -351,6 +364,7 @@ def states_that_do_not_fit(rank: int, scratch: Path) -> None:
         (ranks_that_do_not_agree, ZARR),
         (tensors_without_memory, ZARR),
         (tied_weights, ZARR),
+        (a_load_of_shards_that_do_not_fit, PACKS),
     ],
 )
 def test_invalid_arguments_are_refused_on_every_rank(
