@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from tests.support.sharding import Cut, Part, Shape, on_grid
 
-VERSIONS = ("0.3.0", "0.5.0", "0.6.0", "0.9.0", "0.11.0", "0.12.0", "0.14.0")
+VERSIONS = ("0.3.0", "0.5.0", "0.9.0", "0.11.0", "0.14.0")
 """Releases that wrote old checkpoints, beside 0.15.3."""
 
 COMMON = {"iteration": 7, "args": {"tensor_model_parallel_size": 2, "names": ["a", "b"]}}
