@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -65,7 +65,8 @@ class Interrupter:
 
     By a signal, which also ends ``time.sleep``, waits for locks and system calls. Python delivers
     signals to the main thread alone, so the block has to run there. While the block holds ``lock``,
-    a ParameterUpdateLock, parameters change, and it is not interrupted.
+    a ParameterUpdateLock, parameters change, and it is not interrupted. ``left`` is set unless the
+    block is running, or about to.
     """
 
     def __init__(self, lock: Any = None) -> None:
@@ -77,8 +78,8 @@ class Interrupter:
         self._requested_at = 0.0
         self._num_raised = 0
         self._wants_raise = False
-        self._left = threading.Event()
-        self._left.set()
+        self.left = threading.Event()
+        self.left.set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -106,13 +107,13 @@ class Interrupter:
         The signal's handler raises only where a frame above this one is running, so there is no
         moment at which the exception could come too late.
         """
-        self._left.clear()
+        self.left.clear()
         self._guard = sys._getframe()  # noqa: SLF001 - the handler compares
         try:
             return fn()
         finally:
             self._guard = None
-            self._left.set()
+            self.left.set()
 
     def interrupt(self, fault: Fault, timeout_s: float) -> bool:
         """Have the block left; whether it was within the time. For another thread."""
@@ -121,32 +122,23 @@ class Interrupter:
         self._requested_at = time.monotonic()
         deadline = self._requested_at + timeout_s
         pause_s = _AGAIN_S
-        while not self._left.is_set():
+        while not self.left.is_set():
             if time.monotonic() >= deadline:
                 return False
             raised = self._num_raised
             self._wants_raise = True
             while self._num_raised == raised and time.monotonic() < deadline:
                 signal.pthread_kill(self._thread_id, SIGNAL)
-                if self._left.wait(_RETRY_S):
+                if self.left.wait(_RETRY_S):
                     return True
-            self._left.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
+            self.left.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LONGEST_S)
         return True
 
     def prepare(self) -> None:
         """The block is about to be entered: from now on ``interrupt`` waits for it to be left."""
         self._wants_raise = False
-        self._left.clear()
-
-    def leave(self) -> None:
-        """The block has been left, or is not going to be entered."""
-        self._left.set()
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the block is not running, and not about to."""
-        return self._left.is_set()
+        self.left.clear()
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if not self._wants_raise or not self._may_raise_at(frame):
@@ -173,23 +165,6 @@ class Interrupter:
         return frame is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """When and how the block is stopped.
-
-    Attributes:
-        abort: called with the state when a fault is known.
-        limit_s: longest time from a fault until the block has been left; then the process ends.
-        raises_early: interrupt the block as soon as communication has ended, not after ``abort``.
-        progress_s: longest time between two pings of the block; None: unlimited.
-    """
-
-    abort: Callable[[HPState], HPState] | None
-    limit_s: float
-    raises_early: bool
-    progress_s: float | None
-
-
 class Stage(IntEnum):
     """How far an attempt is; it only grows."""
 
@@ -203,6 +178,10 @@ class Stage(IntEnum):
 class Attempt:
     """One round of this process.
 
+    Once a fault is known ``abort`` is called, and the block is interrupted: if ``early`` as soon as
+    communication has ended, else after ``abort``. A block that has not been left within ``limit_s``
+    ends the process. ``progress_s`` is the longest time between two pings; None: unlimited.
+
     Attributes:
         communication: all that it opens to talk to its peers.
         fault: what has ended it; None before.
@@ -210,18 +189,23 @@ class Attempt:
         restart_round: the rendezvous's number of it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options by name
         self,
-        stopping: Stopping,
         state: HPState,
         client: RendezvousClient,
         interrupter: Interrupter,
+        abort: Callable[[HPState], HPState] | None,
+        *,
+        limit_s: float,
+        early: bool,
+        progress_s: float | None,
     ) -> None:
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
         self.communication = Communication()
         self.restart_round = state.restart_round
-        self._stopping = stopping
+        self._abort_by, self._limit_s, self._is_early = abort, limit_s, early
+        self._progress_s = progress_s
         self._state = replace(state, communication=self.communication)
         self._client = client
         self._interrupter = interrupter
@@ -266,7 +250,7 @@ class Attempt:
 
     def end(self) -> None:
         """Watch no longer."""
-        self._interrupter.leave()
+        self._interrupter.left.set()
         self._reach(Stage.OVER)
 
     def _reach(self, stage: Stage) -> None:
@@ -298,7 +282,7 @@ class Attempt:
         self._reach(Stage.STOPPED)
 
     def _awaited_fault(self) -> Fault | None:
-        limit_s = self._stopping.progress_s
+        limit_s = self._progress_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
         while self._stage is not Stage.OVER:
             fault = self._client.wait_fault(self.restart_round, poll_s)
@@ -306,13 +290,13 @@ class Attempt:
                 return fault
             silent_s = time.monotonic() - self._progress_at
             # A block that has returned waits for others, and need not make progress.
-            if limit_s is not None and silent_s > limit_s and not self._interrupter.has_left:
+            if limit_s is not None and silent_s > limit_s and not self._interrupter.left.is_set():
                 why = f"no progress for {silent_s:.1f} s, {limit_s:g} s allowed"
                 self._client.report(self._state.rank, self.restart_round, FaultMode.HANG, why)
         return None
 
     def _stop(self, fault: Fault) -> None:
-        limit_s = self._stopping.limit_s
+        limit_s = self._limit_s
         deadline = time.monotonic() + limit_s
         aborting = threading.Thread(target=self._abort, name="dist_ckpt-abort", daemon=True)
         aborting.start()
@@ -325,15 +309,15 @@ class Attempt:
             _die(f"{what} within {limit_s:g} s")
 
     def _may_interrupt(self) -> bool:
-        is_early = self._stopping.raises_early and self.communication.is_ended
+        is_early = self._is_early and self.communication.is_ended
         return is_early or self._stage >= Stage.ABORTED
 
     def _abort(self) -> None:
         """Abort, and cut what is opened afterwards, until the block has been left."""
         try:
-            if self._stopping.abort is not None:
+            if self._abort_by is not None:
                 with on_own_gpu():
-                    self._stopping.abort(self.state)
+                    self._abort_by(self.state)
         except Exception:
             # A step of the user's: the block is interrupted all the same, and where it cannot be,
             # this process ends.
@@ -342,7 +326,7 @@ class Attempt:
             )
         finally:
             self._reach(Stage.ABORTED)
-        while self.communication.is_ended and not self._interrupter.has_left:
+        while self.communication.is_ended and not self._interrupter.left.is_set():
             self.communication.cut()
             time.sleep(_CUT_PAUSE_S)
 

@@ -30,12 +30,7 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.attempt import (
-    Attempt,
-    Interrupter,
-    RankShouldRestart,
-    Stopping,
-)
+from dist_ckpt_strategies.inprocess.attempt import Attempt, Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.finalize import Finalize, ProcessMemory
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.launch import outlive_nccl_errors
@@ -227,13 +222,15 @@ class HPCallWrapper:
         options, abort = self.wrapper, self.wrapper.abort
         if options.early_abort_communicator and isinstance(abort, Compose):
             abort = abort.with_communication_first()
-        stopping = Stopping(
+        self._attempt = Attempt(
+            state,
+            client,
+            self._interrupter,
             abort,
-            options.abort_timeout or _ABORT_TIMEOUT_S,
-            options.async_raise_before_abort,
-            options.progress_timeout_s,
+            limit_s=options.abort_timeout or _ABORT_TIMEOUT_S,
+            early=options.async_raise_before_abort,
+            progress_s=options.progress_timeout_s,
         )
-        self._attempt = Attempt(stopping, state, client, self._interrupter)
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
