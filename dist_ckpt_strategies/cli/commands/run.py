@@ -1,10 +1,14 @@
 """Arguments of ``run``. They have torchrun's names and meanings where it has them."""
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from dist_ckpt_strategies.cli.command import Debug, command, flag, value
+
+_count = partial(typer.Option, min=0)
+_seconds = partial(typer.Option, metavar="SECONDS", min=0)
 
 Script = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
@@ -22,29 +26,19 @@ NprocPerNode = Annotated[
 ]
 Spares = Annotated[
     int,
-    typer.Option(
+    _count(
         metavar="S",
-        min=0,
         help="Processes per node that wait in wait_rank() to take over a rank. A script that "
         "does not call it would run in each of them as a job of its own.",
     ),
 ]
-MaxRestarts = Annotated[
-    int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, in total.")
-]
+MaxRestarts = Annotated[int, _count(metavar="R", help="Workers that may be replaced, in total.")]
 HeartbeatTimeout = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        min=0,
-        help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
-    ),
+    float, _seconds(help="Seconds without a heartbeat before a worker counts as hung; 0: no check.")
 ]
 ShutdownTimeout = Annotated[
     float,
-    typer.Option(
-        metavar="SECONDS",
-        min=0,
+    _seconds(
         envvar="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
         help="Seconds that workers may take to save and end after a signal; then they are killed.",
     ),
@@ -76,27 +70,18 @@ StoreOnly = Annotated[
 ]
 SpareNodes = Annotated[
     int,
-    typer.Option(
+    _count(
         metavar="S",
-        min=0,
         help="Nodes that wait to take a lost node's place. The script must call wait_rank().",
     ),
 ]
 NodeTtl = Annotated[
     float,
-    typer.Option(
-        metavar="SECONDS",
-        min=1,
-        help="Seconds without a renewal of its place after which a node is lost.",
-    ),
+    _seconds(min=1, help="Seconds without a renewal of its place after which a node is lost."),
 ]
 NodeWait = Annotated[
     float,
-    typer.Option(
-        metavar="SECONDS",
-        min=0,
-        help="Seconds that the job waits for a node, at the start or in place of a lost one.",
-    ),
+    _seconds(help="Seconds that the job waits for a node, at the start or in place of a lost one."),
 ]
 LogDir = Annotated[
     str | None, value(metavar="DIR", help="Directory for the files of --redirects and --tee.")
