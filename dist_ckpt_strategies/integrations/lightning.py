@@ -3,13 +3,12 @@
 Needs Lightning: the package ``lightning``, or else ``pytorch_lightning``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
-from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from dist_ckpt_strategies.integrations.lightning_faults import (
     FaultKind,
     FaultPoint,
@@ -109,17 +108,8 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         self.tried_adapter_checkpointless = False
         self._is_in_step = False
 
-    def get_wrapper_from_trainer(self, trainer: Any) -> HPCallWrapper:
-        """The caller that the block has set on its trainer.
-
-        Raises:
-            StrategyError: it has not.
-        """
-        return wrapper_of(trainer)
-
-    def get_peft_callback(self, trainer: Any) -> Any:
-        """NeMo's PEFT among the trainer's callbacks, or None."""
-        return peft_callback_of(trainer)
+    get_wrapper_from_trainer = staticmethod(wrapper_of)
+    get_peft_callback = staticmethod(peft_callback_of)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the trainer its StateProvider; see Lightning."""
@@ -350,6 +340,11 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):  # type: ignore[m
         return self._ckpt_path or checkpoint_path
 
 
+def _reaching(point: FaultPoint) -> Callable[..., None]:
+    """A hook of Lightning's for one point of a step."""
+    return lambda self, *_a, **_kw: self._reach(point)
+
+
 class HPFaultInjectionCallback(_Callback):  # type: ignore[misc]
     """Makes ranks fail at points of their steps; for tests of a training's recovery.
 
@@ -377,25 +372,11 @@ class HPFaultInjectionCallback(_Callback):  # type: ignore[misc]
         """See Lightning."""
         self.register_hooks(trainer)
 
-    def on_train_batch_start(self, trainer: Any, *_a: Any, **_kw: Any) -> None:
-        """See Lightning."""
-        self._reach(FaultPoint.BATCH_START)
-
-    def on_before_backward(self, trainer: Any, *_a: Any) -> None:
-        """See Lightning."""
-        self._reach(FaultPoint.AFTER_FORWARD)
-
-    def on_after_backward(self, trainer: Any, *_a: Any) -> None:
-        """See Lightning."""
-        self._reach(FaultPoint.AFTER_BACKWARD)
-
-    def on_before_optimizer_step(self, trainer: Any, *_a: Any) -> None:
-        """See Lightning."""
-        self._reach(FaultPoint.BEFORE_OPTIMIZER_STEP)
-
-    def on_train_batch_end(self, trainer: Any, *_a: Any, **_kw: Any) -> None:
-        """See Lightning."""
-        self._reach(FaultPoint.BATCH_END)
+    on_train_batch_start = _reaching(FaultPoint.BATCH_START)
+    on_before_backward = _reaching(FaultPoint.AFTER_FORWARD)
+    on_after_backward = _reaching(FaultPoint.AFTER_BACKWARD)
+    on_before_optimizer_step = _reaching(FaultPoint.BEFORE_OPTIMIZER_STEP)
+    on_train_batch_end = _reaching(FaultPoint.BATCH_END)
 
     def _reach(self, point: FaultPoint) -> None:
         trainer = self._trainer
