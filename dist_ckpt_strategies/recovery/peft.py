@@ -69,15 +69,9 @@ class PEFTCheckpointManager(InMemoryCheckpointManager):
         self.maybe_save_base_model(trainer)
         super().save_checkpoint(trainer)
 
-    def track(
-        self,
-        provider: Any,
-        *,
-        group: ProcessGroup | None = None,
-        replica_group: ProcessGroup | None = None,
-    ) -> None:
+    def track(self, provider: Any, **groups: Any) -> None:
         """See InMemoryCheckpointManager; notes the base model too."""
-        super().track(provider, group=group, replica_group=replica_group)
+        super().track(provider, **groups)
         self.maybe_save_base_model(provider)
 
     def maybe_offload_checkpoint(self) -> None:
