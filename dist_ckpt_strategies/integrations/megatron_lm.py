@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,19 +89,16 @@ def install(
             "found torch_dist, which Megatron-Core writes"
         )
     chosen = options or options_from_environment()
-    step_of, resume = partial(_step_of, manager, chosen), FirstResume(manager)
-    save_by = partial(_save, manager, step_of)
-    load_by = partial(_load, resume, partial(_step_to_load, checkpointing, step_of))
+    calls = _Calls(checkpointing, manager, chosen, allow)
 
     def further() -> Mapping[Any, Any]:
         theirs = getattr(checkpointing, "load_checkpoint", None)
         if theirs is None or not check_resume:
             return {}
-        return {theirs: checked_load(checkpointing, resume, chosen, allow)}
+        return {theirs: checked_load(checkpointing, calls.resume, chosen, allow)}
 
-    replace_functions(sharded_strategy, allow, chosen, save_by, load_by, further)
-    made = {"allow": allow, "timeout_s": chosen.timeout_s}
-    _provide_local(partial(_local_manager, checkpointing, manager, made))
+    replace_functions(sharded_strategy, allow, chosen, calls.save, calls.load, further)
+    _provide_local(calls.local_manager)
     if is_ours and not has_registry() and find_spec("nvidia_resiliency_ext") is None:
         queues: Any = import_module("megatron.training.async_utils")  # from 0.17 on it needs that
         queues._async_calls_queue = SaveQueue()  # noqa: SLF001 - it would make one otherwise
@@ -118,22 +115,6 @@ def _checkpointing() -> Any:
             "PYTHONPATH, and what they need: the package megatron-core holds megatron.core alone, "
             "and main needs Python 3.12"
         ) from error
-
-
-def _local_manager(
-    checkpointing: Any, manager: TieredCheckpointManager | None, made: Any, *a: Any, **kw: Any
-) -> LocalCheckpointManager:
-    """The manager's, or what Megatron-LM makes; Megatron-LM searches it by itself."""
-    arguments, local = checkpointing.get_args(), manager.local if manager else None
-    if manager is not None and local is not None:
-        local.resumed_at(manager.course().resumed)
-    else:
-        local = LocalCheckpointManager(*a, **(made | kw))
-        if root := getattr(arguments, "save", None):
-            local.bind(root)
-    if step := getattr(arguments, "ckpt_step", None):  # Megatron-LM would load a later one
-        local.resumed_at((step, f"{time.time_ns():016x}"))
-    return local
 
 
 def _provide_local(make: Any) -> None:
@@ -168,70 +149,76 @@ class _Missing(ModuleType):
             raise AttributeError(name)
 
 
-def _save(
-    manager: TieredCheckpointManager | None,
-    step_of: Callable[[str], int | None],
-    sharded_state_dict: StateDict,
-    checkpoint_dir: str,
-    **arguments: Any,
-) -> Any:
-    """This package's ``save``, by the manager where it has that place. Collective."""
-    step = step_of(checkpoint_dir)
-    if manager is None or step is None:
-        return save(sharded_state_dict, checkpoint_dir, overwrite=True, **arguments)
-    is_async = arguments.pop("async_sharded_save", False)
-    request = manager.begin(step, sharded_state_dict, **arguments)
-    if is_async:
-        return request
-    request.wait()
-    return None
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """What Megatron-LM calls for its checkpoints; ``manager`` has those below its root."""
 
+    checkpointing: Any
+    manager: TieredCheckpointManager | None
+    options: Options
+    allow: Allowed
+    resume: FirstResume = field(default_factory=FirstResume)
 
-def _load(
-    resume: FirstResume,
-    step_of: Callable[[str], int | None],
-    load_by: Callable[..., Any],
-    sharded_state_dict: StateDict,
-    checkpoint_dir: str,
-    sharded_strategy: Any,
-    **arguments: Any,
-) -> Any:
-    """Load; of the manager's checkpoints the newest one up to this. Collective.
+    def local_manager(self, *a: Any, **kw: Any) -> LocalCheckpointManager:
+        """The manager's, or what Megatron-LM makes; Megatron-LM searches it by itself."""
+        arguments, manager = self.checkpointing.get_args(), self.manager
+        if manager is not None and manager.local is not None:
+            local = manager.local
+            local.resumed_at(manager.course().resumed)
+        else:
+            made: Any = {"allow": self.allow, "timeout_s": self.options.timeout_s}
+            local = LocalCheckpointManager(*a, **(made | kw))
+            if root := getattr(arguments, "save", None):
+                local.bind(root)
+        if step := getattr(arguments, "ckpt_step", None):  # Megatron-LM would load a later one
+            local.resumed_at((step, f"{time.time_ns():016x}"))
+        return local
 
-    Keys that ``return_*`` would return are logged: Megatron-LM takes the state dict alone.
-    """
-    if isinstance(strict := arguments.get("strict"), str):
-        arguments["strict"] = strict.replace("return_", "log_")
-    arguments["sharded_strategy"] = sharded_strategy
-    manager = resume.manager
-    step = step_of(checkpoint_dir) if load_by is load else None
-    if manager is not None and step is not None:
-        latest = manager.load_latest(sharded_state_dict, at_most=step, **arguments)
-        if latest is not None:
-            resume.place = latest.name if latest.tier is Tier.GLOBAL else None
-            return latest.state
-    loaded = load_by(sharded_state_dict, checkpoint_dir, **arguments)
-    resume.place = str(checkpoint_dir)
-    return loaded
-
-
-def _step_of(
-    manager: TieredCheckpointManager | None, options: Options, checkpoint_dir: str
-) -> int | None:
-    """The step, if this is where the manager has it. Rank-local."""
-    number = Path(checkpoint_dir).name.removeprefix("iter_")
-    if manager is None or not number.isdecimal():
+    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str, **arguments: Any) -> Any:
+        """This package's ``save``, by the manager where it has that place. Collective."""
+        manager, step = self.manager, self._step_of(checkpoint_dir)
+        if manager is None or step is None:
+            return save(sharded_state_dict, checkpoint_dir, overwrite=True, **arguments)
+        is_async = arguments.pop("async_sharded_save", False)
+        request = manager.begin(step, sharded_state_dict, **arguments)
+        if is_async:
+            return request
+        request.wait()
         return None
-    if manager.directory(int(number)) == str(located(checkpoint_dir, options)):
-        return int(number)
-    logger.warning("%s: not below the manager's root %s", checkpoint_dir, manager.root)
-    return None
 
+    def load(
+        self,
+        load_by: Callable[..., Any],
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str,
+        sharded_strategy: Any,
+        **arguments: Any,
+    ) -> Any:
+        """Load; of the manager's checkpoints the newest one up to this. Collective.
 
-def _step_to_load(
-    checkpointing: Any, step_of: Callable[[str], int | None], checkpoint_dir: str
-) -> int | None:
-    """The same, unless ``--ckpt-step`` asks for just that checkpoint."""
-    step = step_of(checkpoint_dir)
-    is_asked_for = step is not None and checkpointing.get_args().ckpt_step is not None
-    return None if is_asked_for else step
+        But with ``--ckpt-step`` just that one. Keys that ``return_*`` would return are logged:
+        Megatron-LM takes the state dict alone.
+        """
+        if isinstance(strict := arguments.get("strict"), str):
+            arguments["strict"] = strict.replace("return_", "log_")
+        arguments["sharded_strategy"] = sharded_strategy
+        manager = self.manager
+        step = self._step_of(checkpoint_dir) if load_by is load else None
+        if manager and step is not None and self.checkpointing.get_args().ckpt_step is None:
+            latest = manager.load_latest(sharded_state_dict, at_most=step, **arguments)
+            if latest is not None:
+                self.resume.place = latest.name if latest.tier is Tier.GLOBAL else None
+                return latest.state
+        loaded = load_by(sharded_state_dict, checkpoint_dir, **arguments)
+        self.resume.place = str(checkpoint_dir)
+        return loaded
+
+    def _step_of(self, checkpoint_dir: str) -> int | None:
+        """The step, if this is where the manager has it. Rank-local."""
+        manager, number = self.manager, Path(checkpoint_dir).name.removeprefix("iter_")
+        if manager is None or not number.isdecimal():
+            return None
+        if manager.directory(int(number)) == str(located(checkpoint_dir, self.options)):
+            return int(number)
+        logger.warning("%s: not below the manager's root %s", checkpoint_dir, manager.root)
+        return None

@@ -15,7 +15,6 @@ from dist_ckpt_strategies.comm.process_group import global_rank
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.manager.manager import TieredCheckpointManager
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.strategies.compare import compare
 
@@ -35,12 +34,10 @@ class FirstResume:
     """The checkpoint that was loaded, until it has been compared once.
 
     Attributes:
-        manager: of the checkpoints, if there is one.
         place: of the global checkpoint that was loaded last; None: there was none.
         is_over: whether the first load of the job has ended.
     """
 
-    manager: TieredCheckpointManager | None
     place: str | None = None
     is_over: bool = False
 
