@@ -113,7 +113,6 @@ class RendezvousClient(Protocol):
         Raises:
             PeerTimeoutError: it got none in time.
         """
-        ...
 
     def barrier(self, timeout_s: float) -> int:
         """Join the forming round; return its number once every rank of the world has joined.
@@ -123,15 +122,12 @@ class RendezvousClient(Protocol):
         Raises:
             PeerTimeoutError: ranks are missing; names them.
         """
-        ...
 
     def wait_fault(self, restart_round: int, timeout_s: float) -> Fault | None:
         """The fault that ended a round, as soon as there is one; None after ``timeout_s``."""
-        ...
 
     def report(self, global_rank: int, restart_round: int, mode: FaultMode, why: str) -> None:
         """End a round for all ranks. The first report counts; none against an ended round."""
-        ...
 
     def finish(self, restart_round: int, timeout_s: float) -> bool:
         """Say that this rank has returned from the block; wait for the others.
@@ -141,8 +137,6 @@ class RendezvousClient(Protocol):
         Raises:
             PeerTimeoutError: neither happened in time.
         """
-        ...
 
     def close(self) -> None:
         """Give up the connections. Nothing may be asked afterwards."""
-        ...
