@@ -11,6 +11,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -63,6 +64,7 @@ class UnfinishedStepError(RestartError):
     """
 
 
+@dataclass(eq=False, repr=False)
 class Recovery:
     """One rank's side of a recovery: what it has and needs, what it sends and receives.
 
@@ -73,32 +75,21 @@ class Recovery:
     tensors that are moved, ``gather_timeout_s`` bounds the wait for the GPU to gather weights.
     """
 
-    def __init__(  # noqa: PLR0913 - options by name
-        self,
-        comm: Communicator,
-        new: StateProvider,
-        in_memory: InMemoryCheckpoint | None,
-        *,
-        why: str = "has no state",
-        random_states: RandomStates | None,
-        checksums: MemoryChecksumManager | None,
-        shards_of: Callable[[StateProvider], Shards] = lambda provider: provider.parts(),
-        gather_timeout_s: float = 60.0,
-    ) -> None:
-        self._comm = comm
-        self._new = new
-        self._in_memory = in_memory
-        self._why = why
-        self._random_states = random_states
-        self._checksums = checksums
-        self._shards_of = shards_of
-        self._gather_timeout_s = gather_timeout_s
-        self._wanted: dict[str, FlatShard] = {}
-        self._held: dict[str, FlatShard] = {}
-        self._copied_nbytes = 0
-        self._sent: dict[int, torch.Tensor] = {}
-        self._received: list[torch.Tensor] = []
-        """Objects and random states as bytes: for others by rank, and for this rank."""
+    comm: Communicator
+    new: StateProvider
+    in_memory: InMemoryCheckpoint | None
+    _: KW_ONLY
+    why: str = "has no state"
+    random_states: RandomStates | None
+    checksums: MemoryChecksumManager | None
+    shards_of: Callable[[StateProvider], Shards] = lambda provider: provider.parts()
+    gather_timeout_s: float = 60.0
+    _wanted: dict[str, FlatShard] = field(default_factory=dict, init=False)
+    _held: dict[str, FlatShard] = field(default_factory=dict, init=False)
+    _copied_nbytes: int = field(default=0, init=False)
+    _sent: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    _received: list[torch.Tensor] = field(default_factory=list, init=False)
+    """Objects and random states as bytes: for others by rank, and for this rank."""
 
     def plan(self) -> RecoveryPlan:
         """The plan, or the same error on all ranks.
@@ -109,7 +100,7 @@ class Recovery:
         def describe() -> str:
             return base64.b85encode(pickle.dumps(self._input())).decode()
 
-        contents = map(base64.b85decode, run_and_gather(self._comm, describe))  # 1
+        contents = map(base64.b85decode, run_and_gather(self.comm, describe))  # 1
         inputs = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
         require_equal_layouts(inputs)
         return build_recovery_plan(inputs)
@@ -119,9 +110,9 @@ class Recovery:
 
         Collective: one gather. Differing copies are a CorruptCheckpointError.
         """
-        is_there = plan.roles[self._comm.rank] is Role.KEEP
+        is_there = plan.roles[self.comm.rank] is Role.KEEP
         found = run_and_gather(
-            self._comm, lambda: self._digests(plan) if is_there else {}, follows=True
+            self.comm, lambda: self._digests(plan) if is_there else {}, follows=True
         )
         require_equal_copies(found)
 
@@ -151,7 +142,7 @@ class Recovery:
                 alike: what each of them has kept is good for another attempt.
             CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
         """
-        comm, started = self._comm, time.monotonic()
+        comm, started = self.comm, time.monotonic()
         prepared = run_and_gather(comm, lambda: self._prepared(plan, finish_step))  # 2
         self._raise_if_any([why for why, *_ in prepared], UnfinishedStepError)
         require_equal_copies([digests for *_, digests in prepared])
@@ -171,12 +162,12 @@ class Recovery:
             max_inflight_nbytes=_MAX_INFLIGHT_NBYTES,
         )
         if plan.needs_gather:
-            gather = partial(self._lost_over, self._new.gather_weights)
+            gather = partial(self._lost_over, self.new.gather_weights)
             lost = run_and_gather(comm, gather)  # 6
             self._raise_if_any(lost, partial(PeerLostError, None))
 
             def end() -> None:  # only now: a rank that has failed would be waited for
-                wait = partial(await_gpu, self._gather_timeout_s, "gather of the weights")
+                wait = partial(await_gpu, self.gather_timeout_s, "gather of the weights")
                 if why := self._lost_over(wait):
                     raise PeerLostError(None, why)
                 adopt(plan.target, random)
@@ -185,29 +176,29 @@ class Recovery:
         return self._report(plan, time.monotonic() - started)
 
     def _input(self) -> RankInput:
-        self._wanted = flat_shards(self._shards_of(self._new))
-        held, why, checkpoint = None, self._why, self._in_memory
+        self._wanted = flat_shards(self.shards_of(self.new))
+        held, why, checkpoint = None, self.why, self.in_memory
         if checkpoint is not None:
-            self._held = flat_shards(self._shards_of(checkpoint.provider))
-            damage = checkpoint.damage(self._checksums)
+            self._held = flat_shards(self.shards_of(checkpoint.provider))
+            damage = checkpoint.damage(self.checksums)
             if damage:
                 logger.error("the in-memory state is damaged and not used: %s", "; ".join(damage))
             shards = () if damage else tuple(shard.inputs() for shard in self._held.values())
             held, why = HeldState(checkpoint.step, checkpoint.phase, shards), "".join(damage[:1])
         return RankInput(
             tuple(shard.inputs() for shard in self._wanted.values()),
-            tuple(sorted(self._new.gathered_parts())),
+            tuple(sorted(self.new.gathered_parts())),
             held,
             why,
             self._known_random_states(),
         )
 
     def _known_random_states(self) -> tuple[tuple[int, range], ...] | None:
-        if self._random_states is None:
+        if self.random_states is None:
             return None
-        of_comm = {self._comm.global_ranks[rank]: rank for rank in range(self._comm.size)}
+        of_comm = {self.comm.global_ranks[rank]: rank for rank in range(self.comm.size)}
         by_step: dict[int, list[int]] = {}
-        for global_rank, step in self._random_states:
+        for global_rank, step in self.random_states:
             if global_rank in of_comm:
                 by_step.setdefault(step, []).append(of_comm[global_rank])
         return tuple(
@@ -216,7 +207,7 @@ class Recovery:
 
     def _prepared(self, plan: RecoveryPlan, finish_step: Callable[[], None]) -> list[Any]:
         """Why the step is not finished, sizes of the messages, and digests of the shards."""
-        rank, role = self._comm.rank, plan.roles[self._comm.rank]
+        rank, role = self.comm.rank, plan.roles[self.comm.rank]
         if role is Role.FINISH_STEP:
             try:
                 _asked("apply_update", finish_step)
@@ -224,19 +215,19 @@ class Recovery:
                 return [str(error), [], {}]
         # Asked for after the step is finished: an update may replace tensors by new ones.
         provider = (
-            None if self._in_memory is None or role is Role.RECEIVE else self._in_memory.provider
+            None if self.in_memory is None or role is Role.RECEIVE else self.in_memory.provider
         )
         self._held = {} if provider is None else self._flat(provider)
-        self._wanted = self._flat(self._new)
+        self._wanted = self._flat(self.new)
         for copy in plan.copies:
             if copy.receiver == rank:
                 self._wanted[copy.shard_id].require_fillable()
         self._make_messages(plan, provider)
         sizes = [[receiver, content.numel()] for receiver, content in self._sent.items()]
-        return ["", sizes, self._digests(plan) if self._checksums is not None else {}]
+        return ["", sizes, self._digests(plan) if self.checksums is not None else {}]
 
     def _make_messages(self, plan: RecoveryPlan, provider: StateProvider | None) -> None:
-        rank, objects = self._comm.rank, b""
+        rank, objects = self.comm.rank, b""
         if provider is not None:
             objects = dump_objects(dict(_asked("objects", provider.objects)))
         sources = zip(plan.object_sources, plan.random_sources, strict=True)
@@ -251,25 +242,25 @@ class Recovery:
             self._received.append(self._sent.pop(rank))
 
     def _flat(self, provider: StateProvider) -> dict[str, FlatShard]:
-        return flat_shards(_asked("parts", lambda: self._shards_of(provider)))
+        return flat_shards(_asked("parts", lambda: self.shards_of(provider)))
 
     def _digests(self, plan: RecoveryPlan) -> dict[str, str]:
         """Of this rank's shards at the target, by id."""
-        return {name: self._held[name].digest() for name in plan.local_shards(self._comm.rank)}
+        return {name: self._held[name].digest() for name in plan.local_shards(self.comm.rank)}
 
     def _random_states_for(self, receiver: int, step: int) -> dict[int, bytes]:
         """The receiver's own, and this rank's: should it be lost next, the receiver has them."""
-        states = self._random_states or {}
-        ranks = (self._comm.global_ranks[rank] for rank in (receiver, self._comm.rank))
+        states = self.random_states or {}
+        ranks = (self.comm.global_ranks[rank] for rank in (receiver, self.comm.rank))
         return {rank: states[rank, step] for rank in ranks if (rank, step) in states}
 
     def _blocks(self, plan: RecoveryPlan, sizes: Sequence[Mapping[int, int]]) -> Blocks:
         """Copy this rank's own shards to the new state; what it sends and receives beside them."""
-        rank = self._comm.rank
+        rank = self.comm.rank
         for shard_id in plan.local_shards(rank):
             if shard_id in self._wanted:
                 self._copied_nbytes += self._wanted[shard_id].copy_from(self._held[shard_id])
-        outgoing, incoming, device = [], [], self._comm.device
+        outgoing, incoming, device = [], [], self.comm.device
         for c in plan.copies:
             name = c.shard_id
             if c.source == rank:
@@ -291,8 +282,8 @@ class Recovery:
             content, states = pickle.loads(message.numpy().tobytes())  # noqa: S301 - of this job
             random |= states
             if content:
-                _asked("load_objects", partial(self._new.load_objects, load_objects(content)))
-        _asked("set_step", lambda: self._new.set_step(plan.target))
+                _asked("load_objects", partial(self.new.load_objects, load_objects(content)))
+        _asked("set_step", lambda: self.new.set_step(plan.target))
         return random
 
     def _lost_over(self, gather: Callable[[], None]) -> str:
@@ -307,13 +298,13 @@ class Recovery:
 
     def _raise_if_any(self, answers: Sequence[str], kind: Callable[[str], CheckpointError]) -> None:
         failed = [
-            f"rank {self._comm.global_ranks[r]}: {why}" for r, why in enumerate(answers) if why
+            f"rank {self.comm.global_ranks[r]}: {why}" for r, why in enumerate(answers) if why
         ]
         if failed:
             raise kind("; ".join(failed[:_MAX_SHOWN]))
 
     def _report(self, plan: RecoveryPlan, seconds: float) -> RecoveryReport:
-        rank = self._comm.rank
+        rank = self.comm.rank
         received = [copy for copy in plan.copies if copy.receiver == rank]
         return RecoveryReport(
             step=plan.target,
