@@ -60,9 +60,10 @@ class GroupProgress:
         self.total += 1
         return self._reached_at - before
 
-    def write_note(self) -> None:
+    def write_note(self, store: Any = None) -> None:
         """Note how far this rank is, for those that will look for it."""
-        self._write_note(self._store)
+        note = f"{self.total} {self.name} {process_name(os.getpid())}\n{self.failure}"
+        (self._store if store is None else store).set(self._keys[self._me], note)
 
     def note_failure(self, error: BaseException) -> None:
         """Note by what error this rank leaves. What comes from a peer is no error of its own."""
@@ -71,7 +72,7 @@ class GroupProgress:
         text = f"{type(error).__name__}: {text_of(error)}"
         self.failure = text.encode(errors="replace").decode()
         with suppress(RuntimeError, TimeoutError):
-            run_abandonable(lambda: self._write_note(self._store.clone()), _LOOKUP_S, "")
+            run_abandonable(lambda: self.write_note(self._store.clone()), _LOOKUP_S, "")
 
     def require_awaited(self, what: str) -> None:
         """Raise if the other ranks had given up on this one before it reached the collective.
@@ -112,10 +113,6 @@ class GroupProgress:
             f"lost contact with {who}: {what}: {error}{why}",
         )
 
-    def _write_note(self, store: Any) -> None:
-        note = f"{self.total} {self.name} {process_name(os.getpid())}\n{self.failure}"
-        store.set(self._keys[self._me], note)
-
     def _missing(self, timeout_s: float, *, is_lost: bool) -> dict[int, str] | None:
         """Global ranks that a failed collective waited for, each with a text for the message.
 
@@ -133,7 +130,7 @@ class GroupProgress:
 
         def ask() -> dict[int, str]:
             store = self._store.clone()
-            self._write_note(store)
+            self.write_note(store)
             if not is_lost:
                 store.set(self._given_up_key, f"{self._me} {total} {self.name}")
                 ended, late, failed = _ended_and_late(store, others, total)

@@ -42,14 +42,12 @@ class Ranks:
     """The ranks that share the work of a tool: those of a communicator, or this process alone.
 
     Every method is collective where there are several ranks. The failure of a step on one of them
-    is raised on all, with rank, key and file. ``first`` is what messages call the first rank.
+    is raised on all, with rank, key and file.
     """
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = None if comm is None or comm.size == 1 else comm
-        self.rank = 0 if self._comm is None else self._comm.rank
-        self.size = 1 if self._comm is None else self._comm.size
-        self.first = f"rank {0 if self._comm is None else self._comm.global_ranks[0]}"
+        self.rank, self.size = (0, 1) if self._comm is None else (self._comm.rank, self._comm.size)
 
     def run(self, step: Callable[[], T]) -> T:
         """Run a step on every rank; returns this rank's result."""
