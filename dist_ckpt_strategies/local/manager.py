@@ -53,8 +53,6 @@ from dist_ckpt_strategies.storage.io_pool import ENDING, OPENING, WORK, Deadline
 
 logger = logging.getLogger(__name__)
 
-_NO_ITERATION = -1
-
 
 class LocalCheckpointManager:
     """Saves every rank's state to its node, and loads the newest that can be assembled.
@@ -223,7 +221,7 @@ class LocalCheckpointManager:
         Collective. Descriptions are checked, tensors are not: ``load`` may have to fall back. With
         -1, ``load`` tells by its error whether there was a checkpoint whose shards were lost.
         """
-        return next(iter(self.complete_iterations()), _NO_ITERATION)
+        return next(iter(self.complete_iterations()), -1)
 
     @raises_megatron_errors
     def complete_iterations(self) -> list[int]:

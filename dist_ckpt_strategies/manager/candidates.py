@@ -11,13 +11,12 @@ from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.course import TRACKER_NAME, Course, read_course
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.locations import Location, located
+from dist_ckpt_strategies.formats.locations import Location, located, place_of
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    Directory,
     file_errors,
 )
 
@@ -111,8 +110,7 @@ def global_candidates(address: str | Path | Bucket, pattern: str | None = None) 
     """The checkpoints at or below a place, the newest first; see ``load_latest``. Rank-local."""
     place = located(address, options_from_environment())
     is_finished_by_name = _below(place, pattern)
-    store = Directory(place) if isinstance(place, Path) else place
-    course = Course() if str(place) in is_finished_by_name else read_course(store)
+    course = Course() if str(place) in is_finished_by_name else read_course(place_of(place))
     candidates = [
         Candidate(
             Tier.GLOBAL,

@@ -51,7 +51,7 @@ class Poller:
         self.is_watching = False
         self._pending: tuple[Callable[[], list[int]], RunningSave | None] | None = None
 
-    def preempt(self) -> None:
+    def preempt(self, *_: object) -> None:
         """Have the next poll tell all ranks to end. Rank-local."""
         _ENDING.add(self._root)
 
@@ -75,7 +75,7 @@ class Poller:
             return
         if threading.current_thread() is threading.main_thread():
             for number in self._options.preemption_signals:
-                left, before = _left_by_attempt(number), signal.signal(number, self._on_signal)
+                left, before = _left_by_attempt(number), signal.signal(number, self.preempt)
                 self.replaced[number] = left.replaced[number] if left else before
         elif self._options.preemption_signals:
             logger.warning("preemption_signals: only the main thread can handle signals")
@@ -92,9 +92,6 @@ class Poller:
         for number, handler in self.replaced.items():
             signal.signal(number, handler or signal.SIG_DFL)
         self.replaced.clear()
-
-    def _on_signal(self, *_: object) -> None:
-        self.preempt()
 
     def ask(
         self, comm: Communicator, step: int, saves: Saves, tiers: Collection[Tier], *, force: bool

@@ -17,10 +17,9 @@ from dist_ckpt_strategies.formats.course import (
     write_course,
     write_metrics,
 )
-from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.locations import located, place_of
 from dist_ckpt_strategies.manager.candidates import Candidate, Tier, global_candidates
 from dist_ckpt_strategies.manager.policy import SavePolicy
-from dist_ckpt_strategies.storage.files import Directory
 from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
 from dist_ckpt_strategies.storage.lease import JOBS, Lease
 from dist_ckpt_strategies.tools.prune import prune
@@ -53,7 +52,7 @@ class Root:
 
     def __init__(self, address: str | Path, timeout_s: float, lease_s: float | None = None) -> None:
         self._place = located(address, options_from_environment())
-        self.store = Directory(self._place) if isinstance(self._place, Path) else self._place
+        self.store = place_of(self._place)
         self._timeout_s = timeout_s
         self._lease = Lease(self.store, lease_s or timeout_s / 4)
         self._removal: threading.Thread | None = None
