@@ -285,17 +285,11 @@ class HeldTensors(ReplicatedState):
         tensors: Callable[[], Shards],
         *,
         step: int = 0,
-        gathered: frozenset[str] = frozenset(),
         objects: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(step)
         self.parts = tensors
-        self._gathered = gathered
         self._objects = objects
-
-    def gathered_parts(self) -> frozenset[str]:
-        """See StateProvider."""
-        return self._gathered
 
     def objects(self) -> Mapping[str, Any]:
         """See StateProvider."""
@@ -316,12 +310,8 @@ def copied_to_host(checkpoint: InMemoryCheckpoint, shards: Shards) -> InMemoryCh
     every = [tensor for tensors in shards.values() for tensor in tensors.values()]
     copies = iter(HostSnapshot().take(every))
     copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
-    host = HeldTensors(
-        lambda: copied,
-        step=checkpoint.step,
-        gathered=checkpoint.provider.gathered_parts(),
-        objects=copy.deepcopy(dict(checkpoint.provider.objects())),
-    )
+    objects = copy.deepcopy(dict(checkpoint.provider.objects()))
+    host = HeldTensors(lambda: copied, step=checkpoint.step, objects=objects)
     return InMemoryCheckpoint(host, checkpoint.step, checkpoint.phase)
 
 
