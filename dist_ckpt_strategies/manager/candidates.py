@@ -7,11 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.course import TRACKER_NAME, Course, read_course
+from dist_ckpt_strategies.formats.course import TRACKER_NAME
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
-from dist_ckpt_strategies.formats.locations import Location, located, place_of
+from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     MARKER_NAME,
@@ -106,25 +105,7 @@ class Loaded:
     attempts: tuple[Attempt, ...] = ()
 
 
-def global_candidates(address: str | Path | Bucket, pattern: str | None = None) -> list[Candidate]:
-    """The checkpoints at or below a place, the newest first; see ``load_latest``. Rank-local."""
-    place = located(address, options_from_environment())
-    is_finished_by_name = _below(place, pattern)
-    course = Course() if str(place) in is_finished_by_name else read_course(place_of(place))
-    candidates = [
-        Candidate(
-            Tier.GLOBAL,
-            number := _iteration_of(name),
-            name,
-            is_finished,
-            not is_finished or course.has(number),
-        )
-        for name, is_finished in is_finished_by_name.items()
-    ]
-    return sorted(candidates, key=lambda c: (c.iteration, c.name), reverse=True)
-
-
-def _below(place: Location, pattern: str | None) -> dict[str, bool]:
+def checkpoints_at(place: Location, pattern: str | None) -> dict[str, bool]:
     """The place itself if it is a checkpoint or meant as one, else those right below it.
 
     Each with whether it is finished.
@@ -173,7 +154,8 @@ def _is_numbered(name: str, pattern: str | None) -> bool:
     return _NUMBER.search(name) is not None and not name.startswith(_OF_A_SAVE)
 
 
-def _iteration_of(name: str) -> int:
+def iteration_of(name: str) -> int:
+    """The number at the end of a checkpoint's name; a PlanError if there is none."""
     number = _NUMBER.search(name.rpartition("/")[2])
     if number is None:
         raise PlanError(

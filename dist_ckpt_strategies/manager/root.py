@@ -18,7 +18,7 @@ from dist_ckpt_strategies.formats.course import (
     write_metrics,
 )
 from dist_ckpt_strategies.formats.locations import located, place_of
-from dist_ckpt_strategies.manager.candidates import Candidate, Tier, global_candidates
+from dist_ckpt_strategies.manager.candidates import Candidate, Tier, checkpoints_at, iteration_of
 from dist_ckpt_strategies.manager.policy import SavePolicy
 from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
 from dist_ckpt_strategies.storage.lease import JOBS, Lease
@@ -71,8 +71,14 @@ class Root:
         return f"{self}/iter_{step:07d}"
 
     def candidates(self, pattern: str | None = NAME) -> list[Candidate]:
-        """The checkpoints, finished or not, the newest first."""
-        return global_candidates(self._place, pattern)
+        """The checkpoints, finished or not, the newest first; see ``load_latest``."""
+        found = checkpoints_at(self._place, pattern)
+        course = Course() if str(self) in found else read_course(self.store)
+        rows = (
+            (number := iteration_of(name), name, is_finished, not is_finished or course.has(number))
+            for name, is_finished in found.items()
+        )
+        return [Candidate(Tier.GLOBAL, *row) for row in sorted(rows, reverse=True)]
 
     # The lock
 
