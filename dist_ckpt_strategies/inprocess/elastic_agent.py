@@ -42,8 +42,6 @@ _POLL_S = 0.1
 _LEAVE_S = 5.0
 """After one rank has left because of SIGTERM the others do, too: they were in the same save."""
 
-_CHUNK = 1 << 16
-
 
 class ElasticAgent:
     """Starts and replaces the workers of one node. Linux only; call ``run`` in the main thread.
@@ -366,8 +364,7 @@ class _Inbox:
     """News for the main thread; ``file`` can be read when some, or a signal, has come."""
 
     def __init__(self) -> None:
-        self.file, self._wake = os.pipe()
-        os.set_blocking(self.file, False)
+        self.file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news: SimpleQueue[News] = SimpleQueue()
 
     def put(self, news: News) -> None:
@@ -377,18 +374,17 @@ class _Inbox:
 
     def wake(self) -> None:
         """End the main thread's wait."""
-        os.write(self._wake, b".")
+        os.eventfd_write(self.file, 1)
 
     def take(self) -> Iterator[News]:
         """The news that have come since the call before."""
         with suppress(BlockingIOError):
-            os.read(self.file, _CHUNK)
+            os.eventfd_read(self.file)
         while not self._news.empty():
             yield self._news.get()
 
     def close(self) -> None:
         os.close(self.file)
-        os.close(self._wake)
 
 
 @contextmanager

@@ -98,20 +98,19 @@ def _beat(fd: int, content: bytes) -> None:
 
 
 class OutputLines:
-    """Calls ``on_line`` with the lines of one output of a worker, as they come, ends included."""
+    """Calls ``on_line`` with the lines of one output of a worker, as they come, ends included.
+
+    The worker writes to the file ``theirs``, and ``pump`` reads from ``ours``.
+    """
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
         self._on_line = on_line
         self._rest = b""
-        self._ours, self.theirs = os.pipe()
-
-    def fileno(self) -> int:
-        """The file to poll for reading."""
-        return self._ours
+        self.ours, self.theirs = os.pipe()
 
     def pump(self) -> bool:
         """Pass on what is there, or comes; False once nothing more can."""
-        chunk = os.read(self._ours, _CHUNK)
+        chunk = os.read(self.ours, _CHUNK)
         lines = (self._rest + chunk).splitlines(keepends=True)
         is_cut = bool(lines) and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < _CHUNK
         self._rest = lines.pop() if chunk and is_cut else b""
@@ -122,12 +121,12 @@ class OutputLines:
     def close(self) -> None:
         """Pass on all that is there, a line without an end too, and listen no more."""
         try:
-            while select.select([self._ours], [], [], 0)[0] and self.pump():
+            while select.select([self.ours], [], [], 0)[0] and self.pump():
                 continue
             if self._rest:
                 self._on_line(self._rest + b"\n")
         finally:
-            os.close(self._ours)
+            os.close(self.ours)
 
 
 class WorkerProcess:
@@ -144,6 +143,8 @@ class WorkerProcess:
         error_file: where it notes what it has raised.
         pid: of its process.
         pidfd: can be read once the process has ended.
+        readers: by file, what reads heartbeats, or passes on output, that has come; it returns
+            False once no more can.
     """
 
     def __init__(
@@ -185,17 +186,7 @@ class WorkerProcess:
                 os.close(fd)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
-
-    @property
-    def files(self) -> tuple[int, ...]:
-        """Files that become readable at its end, a heartbeat, output."""
-        return (self.pidfd, self._beats, *(output.fileno() for output in self._outputs))
-
-    def read(self, file: int) -> bool:
-        """Read heartbeats, or pass on output, that has come; False once no more can."""
-        if file == self._beats:
-            return self._hear()
-        return next(one for one in self._outputs if one.fileno() == file).pump()
+        self.readers = {self._beats: self._hear, **{o.ours: o.pump for o in self._outputs}}
 
     def _pass_on(self, stream: str, line: bytes) -> None:
         self._on_line("spare" if self.rank is None else str(self.rank), stream, line)

@@ -72,7 +72,7 @@ class Workers:
         )
         self._running[worker.name] = worker
         self.tell_guard(f"+{worker.pid}")
-        for file in worker.files:
+        for file in (worker.pidfd, *worker.readers):
             self._selector.register(file, selectors.EVENT_READ, worker)
         return worker
 
@@ -102,7 +102,7 @@ class Workers:
     def remove(self, worker: WorkerProcess) -> int:
         """The exit code of a worker that has ended, or is killed now."""
         del self._running[worker.name]
-        for file in worker.files:
+        for file in (worker.pidfd, *worker.readers):
             if file in self._selector.get_map():
                 self._selector.unregister(file)
         code = worker.end()
@@ -153,6 +153,6 @@ class Workers:
                 continue
             if key.fd == worker.pidfd:
                 ended.append(worker)
-            elif not worker.read(key.fd):
+            elif not worker.readers[key.fd]():
                 self._selector.unregister(key.fd)
         return ended
