@@ -135,19 +135,11 @@ def read_content(
         path = store.path(file_of(pack.name))
         text = f"{key}: {path} has no {stored}; the index that says so is damaged"
         raise CorruptCheckpointError(text, key=key, path=path)
-    if pack not in tables:
-        read_table(store, pack, tables, key)
-    stop = stored.first_range + num_ranges(stored.nbytes)
-    digests = tables[pack][stored.first_range : stop].tolist()
-    content, at = np.empty(stored.nbytes, np.uint8), pack.data_start + stored.byte_offset
-    ranges = [content[n : n + RANGE_NBYTES] for n in range(0, content.size, RANGE_NBYTES)]
-    done = 0
-    with _named(lambda: key, pack):
-        for num_filled in store.read_steps(file_of(pack.name), at, ranges):
-            for number in range(done, num_filled):
-                start = at + number * RANGE_NBYTES
-                _compare(store, pack, key, start, ranges[number], digests[number])
-            done = num_filled
+    content, extent = np.empty(stored.nbytes, np.uint8), np.array([[stored.nbytes]])
+    place = np.array([[0, stored.byte_offset, stored.first_range]])
+    reads = BlockReads({0: pack}, place, extent, 0 * extent, extent, [content], [key])
+    for job in read_jobs(store, reads, tables, stored.nbytes):  # one at most
+        job.run()
     return content.tobytes()
 
 
@@ -186,7 +178,8 @@ def _spans(reads: BlockReads, max_nbytes: int) -> list[_Span]:
     the last range go straight there.
     """
     itemsize = np.array([target.dtype.itemsize for target in reads.targets], np.int64)
-    strides = itemsize[:, None] * _elements_after(reads.extent)
+    strides = np.repeat(itemsize[:, None], reads.extent.shape[1], 1)  # bytes from index to index
+    strides[:, :-1] *= reads.extent[:, :0:-1].cumprod(1)[:, ::-1]
     first = (reads.offset * strides).sum(1)
     stop = ((reads.offset + reads.shape - 1) * strides).sum(1) + itemsize
     total = reads.extent.prod(1) * itemsize
@@ -207,14 +200,6 @@ def _spans(reads: BlockReads, max_nbytes: int) -> list[_Span]:
     pack, at = reads.place[row, 0], reads.place[row, 1] + start
     columns = np.stack([row, pack, at, start, size, into], 1)
     return list(map(tuple, columns[np.lexsort((at, pack))].tolist()))
-
-
-def _elements_after(extent: Column) -> Column:
-    """Elements of a block from one index to the next in each dim."""
-    after = np.ones_like(extent)
-    for dim in range(extent.shape[1] - 2, -1, -1):
-        after[:, dim] = after[:, dim + 1] * extent[:, dim + 1]
-    return after
 
 
 def _flat_spans(
