@@ -81,28 +81,19 @@ class Region(NamedTuple):
 
 def runs(shape: Shape, start: int, stop: int) -> Iterator[Region]:
     """Regions that are, one after the other, elements ``start`` to ``stop`` in C order."""
-    if stop <= start:
-        return
-    if not shape:
-        yield Region((), ())
-        return
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner
-    if first > last or (start % inner and first > stop // inner):  # within one row
-        yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
-        return
-    if start % inner:
-        yield from _in_row(shape, first - 1, start % inner, inner)
-    if first < last:
-        zeros = (0,) * (len(shape) - 1)
-        yield Region((first, *zeros), (last - first, *shape[1:]))
-    if stop % inner:
-        yield from _in_row(shape, last, 0, stop % inner)
-
-
-def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Region]:
-    for part in runs(shape[1:], start, stop):
-        yield Region((row, *part.offset), (1, *part.shape))
+    while start < stop:
+        dim, inner = len(shape), 1  # elements of an index of the dim before: all later dims, whole
+        while dim and not start % (row := inner * shape[dim - 1]) and row <= stop - start:
+            dim, inner = dim - 1, row
+        at, offset = start // inner, [0] * (len(shape) - dim)
+        for size in reversed(shape[:dim]):
+            at, index = divmod(at, size)
+            offset.insert(0, index)
+        extent = [1] * dim + [*shape[dim:]]
+        if dim:
+            extent[dim - 1] = min((stop - start) // inner, shape[dim - 1] - offset[dim - 1])
+        yield Region(tuple(offset), tuple(extent))
+        start += math.prod(extent)
 
 
 def flat_index(shape: Shape, index: Shape) -> int:
