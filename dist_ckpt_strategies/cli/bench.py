@@ -20,6 +20,7 @@ from dist_ckpt_strategies.cli.ranks import CLI, run_ranks
 from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, print_table, printable
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.storage.files import opened_file
 
 GB = 10**9
 STEPS: Final = ("save", "load")
@@ -138,8 +139,5 @@ def _row(timing: dict[str, Any]) -> tuple[str, ...]:
 def drop_cache(files: Iterable[Path]) -> None:
     """Drop files, which are flushed, from the page cache; where the kernel can do that."""
     for path in files if hasattr(os, "posix_fadvise") else ():
-        handle = os.open(path, os.O_RDONLY)
-        try:
+        with opened_file(path, os.O_RDONLY) as handle:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)

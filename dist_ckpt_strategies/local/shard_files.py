@@ -31,9 +31,11 @@ from dist_ckpt_strategies.formats.pack_write import SUFFIX
 from dist_ckpt_strategies.local.plan import LocalShardId, SaveId
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
+    READ_AT_ONCE,
     Directory,
     file_errors,
     make_directories,
+    opened_file,
     rename,
     sync_path,
     try_lock,
@@ -352,8 +354,5 @@ def lock_unless_written(path: Path) -> Iterator[bool]:
 
     An OSError if it cannot be opened, such as because it is gone.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with opened_file(path, READ_AT_ONCE) as handle:
         yield try_lock(handle)
-    finally:
-        os.close(handle)

@@ -70,6 +70,16 @@ def file_errors(
         raise storage_error(key, path, error, not_found=not_found) from error
 
 
+@contextmanager
+def opened_file(path: Path | str, flags: int) -> Iterator[int]:
+    """A file or directory that is open for the block, made if the flags say so; an OSError."""
+    handle = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def require_directory(root: Path) -> None:
     """Raise CheckpointNotFoundError unless it is a directory, of a finished checkpoint or not."""
     with file_errors(None, root):
@@ -85,8 +95,7 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
     Raises:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
-    handle = os.open(path, READ_AT_ONCE)
-    try:
+    with opened_file(path, READ_AT_ONCE) as handle:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
@@ -100,8 +109,6 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
                 break
             content += more
         return content
-    finally:
-        os.close(handle)
 
 
 def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
@@ -135,14 +142,12 @@ def make_directories(directory: Path) -> None:
 
 def sync_path(path: Path | str) -> None:
     """Make the content of a file durable, or the names added to or removed from a directory."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise  # some file systems flush no directories, and need not
-    finally:
-        os.close(handle)
+    with opened_file(path, os.O_RDONLY) as handle:
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(handle).st_mode):
+                raise  # some file systems flush no directories, and need not
 
 
 _NO_RENAME = {errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP}
@@ -307,23 +312,19 @@ class Directory:
         A step ends before memory that the system cannot write to: the next one raises.
         """
         path, left = self.path(name), _rest(targets, 0)
-        with file_errors(None, path):
-            handle = os.open(path, READ_AT_ONCE)
-            try:
-                while left:
-                    sizes = accumulate(piece.size for piece in left)
-                    stop = 1 + sum(1 for _ in takewhile(lambda size: size < _STEP_NBYTES, sizes))
-                    step = [piece.data for piece in left[:stop]]
-                    num_read = os.preadv(handle, step, byte_offset)
-                    raise_if_cancelled()
-                    if num_read == 0:
-                        end = byte_offset + sum(map(len, step))
-                        text = f"{path} is damaged: it ends before byte {end}"
-                        raise CorruptCheckpointError(text, path=path)
-                    byte_offset, left = byte_offset + num_read, _rest(left, num_read)
-                    yield len(targets) - len(left)
-            finally:
-                os.close(handle)
+        with file_errors(None, path), opened_file(path, READ_AT_ONCE) as handle:
+            while left:
+                sizes = accumulate(piece.size for piece in left)
+                stop = 1 + sum(1 for _ in takewhile(lambda size: size < _STEP_NBYTES, sizes))
+                step = [piece.data for piece in left[:stop]]
+                num_read = os.preadv(handle, step, byte_offset)
+                raise_if_cancelled()
+                if num_read == 0:
+                    end = byte_offset + sum(map(len, step))
+                    text = f"{path} is damaged: it ends before byte {end}"
+                    raise CorruptCheckpointError(text, path=path)
+                byte_offset, left = byte_offset + num_read, _rest(left, num_read)
+                yield len(targets) - len(left)
 
     def write(self, name: str, content: bytes, *, key: str | None = None) -> None:
         """Make a file, whole and durable, or replace it; ``key`` is named in errors."""
@@ -389,21 +390,17 @@ class Directory:
         """
         deadline = time.monotonic() + _LOCK_WAIT_S
         path = Path(self.path(LOCK_NAME))
-        with file_errors(None, path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                while not try_lock(handle):
-                    raise_if_cancelled()
-                    if time.monotonic() > deadline:
-                        raise StorageError(
-                            f"{self.root}: another thread or process has been committing a save "
-                            f"there for more than {_LOCK_WAIT_S:g} s; try again when it has ended",
-                            path=str(path),
-                        )
-                    time.sleep(_PAUSE_S)
-                yield
-            finally:
-                os.close(handle)
+        with file_errors(None, path), opened_file(path, os.O_RDWR | os.O_CREAT) as handle:
+            while not try_lock(handle):
+                raise_if_cancelled()
+                if time.monotonic() > deadline:
+                    raise StorageError(
+                        f"{self.root}: another thread or process has been committing a save "
+                        f"there for more than {_LOCK_WAIT_S:g} s; try again when it has ended",
+                        path=str(path),
+                    )
+                time.sleep(_PAUSE_S)
+            yield
 
     def create(self, name: str, content: bytes) -> bool:
         """Make a file unless there is one; whether it was made. At first it may be seen empty."""

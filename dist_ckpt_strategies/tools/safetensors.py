@@ -26,7 +26,7 @@ from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.pack import LENGTH, MAX_HEADER_NBYTES
 from dist_ckpt_strategies.formats.pack_header import MALFORMED
 from dist_ckpt_strategies.formats.pack_read import read_jobs
-from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors, write_vector
+from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors, opened_file, write_vector
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.tools.plan_convert import SAFETENSORS_DTYPES, FileTask, contiguous_runs
@@ -36,6 +36,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+_WRITE = os.O_WRONLY | os.O_CREAT  # a file has several writers
 
 
 def holds_safetensors(root: Path) -> bool:
@@ -119,7 +120,7 @@ def write_safetensors(target: Target, task: FileTask, read: Read) -> None:
     """See ``Write``. Other threads and ranks write to the same file."""
     (item,) = task.items
     path, itemsize = target.files.path(task.name), item.array.dtype.itemsize
-    with file_errors(task.key, path), _opened(path) as handle:
+    with file_errors(task.key, path), opened_file(path, _WRITE) as handle:
         for block in item.blocks(target.block_nbytes):
             content, done = bytes_of(target.block(item, block, read)), 0
             for first, count in contiguous_runs(block, item.array.shape):
@@ -135,7 +136,7 @@ def finish_safetensors(target: Target, *_: Any) -> None:
     files, plan = target.files, target.plan
     for name, header in plan.headers.items():
         path = files.path(name)
-        with file_errors(None, path), _opened(path) as handle:
+        with file_errors(None, path), opened_file(path, _WRITE) as handle:
             write_vector(handle, [np.frombuffer(header, np.uint8)])
             os.fsync(handle)
     weights = {task.key: task.name for task in plan.tasks}
@@ -144,13 +145,3 @@ def finish_safetensors(target: Target, *_: Any) -> None:
         "weight_map": {key: weights[key] for key in sorted(weights)},
     }
     files.write(INDEX_NAME, json.dumps(index, indent=2).encode())
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    """A file of several writers, made if need be."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
