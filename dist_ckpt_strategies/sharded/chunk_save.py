@@ -45,8 +45,9 @@ def _writer(started: Started) -> Write:
         for source, size in zip(pack.sources, pack.sizes, strict=True)
         if source >= 0 and size
     ]
-    store, others = _staging(started, started.rank), tuple(metadata_files(contents.shards))
-    timeout_s = WORK * options.timeout_s
+    # Its own: ranks that hold the same shard write to different directories.
+    store, timeout_s = Directory(_staging(started) / str(started.rank)), WORK * options.timeout_s
+    others = tuple(metadata_files(contents.shards))
     return partial(write_chunks, store, chunks, others, options.io_threads, timeout_s)
 
 
@@ -63,27 +64,22 @@ def _commit(
     require_grids(tables, ranks)
     _require_files(started, tables)
     keys = {key.removesuffix(OBJECT_SUFFIX) for table in tables for key in table.keys}
-    staging, parts = staging_of(_root(started), started.save_id).root, [str(rank) for rank in ranks]
-    commit_staged(staging, marker, overwrite=overwrite, keys=keys, parts=parts)
+    parts = [str(rank) for rank in ranks]
+    commit_staged(_staging(started), marker, overwrite=overwrite, keys=keys, parts=parts)
 
 
 def _discard(started: Started, _: Sequence[PackRecord], error: CheckpointError) -> None:
     """Remove what was written, unless files of the old checkpoint have been moved beside it."""
     if started.comm.rank == 0 and not isinstance(error, StorageTimeoutError):
-        give_up(staging_of(_root(started), started.save_id).root)
+        give_up(_staging(started))
 
 
 CHUNKS = SaveFormat("('zarr', 1)", _writer, _commit, _discard)
 
 
-def _root(started: Started) -> Path:
+def _staging(started: Started) -> Path:
     assert isinstance(started.store, Directory)  # noqa: S101 - the strategy takes no URL
-    return started.store.root
-
-
-def _staging(started: Started, rank: int) -> Directory:
-    """The staging directory of one rank: ranks that hold the same shard write to different ones."""
-    return Directory(staging_of(_root(started), started.save_id).root / str(rank))
+    return staging_of(started.store.root, started.save_id).root
 
 
 def _require_files(started: Started, tables: Sequence[BlockTable]) -> None:
@@ -100,7 +96,7 @@ def _require_files(started: Started, tables: Sequence[BlockTable]) -> None:
 
     jobs = []
     for rank, table in zip(started.comm.global_ranks, tables, strict=True):
-        store = _staging(started, rank)
+        store = Directory(_staging(started) / str(rank))
         for name, nbytes in expected_files(table):
             jobs.append(Job("", store.path(name), partial(require, store, rank, name, nbytes)))
     Transfer(jobs, _NUM_THREADS).wait()

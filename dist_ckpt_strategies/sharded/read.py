@@ -51,29 +51,20 @@ def _divided(
     direct: list[ArrayRead] = []
     staged: list[tuple[TensorRead, int]] = []
     tied: list[TensorRead] = []
-    places: dict[int, torch.Tensor] = {}
+    places = set()
     for read in reads:
         array, region, tensor = read
-        if tensor.data_ptr() in places and _is_one(tensor, places[tensor.data_ptr()]):
+        shape = tensor.shape, tensor.stride()
+        if (place := (tensor.device, tensor.data_ptr(), tensor.dtype, *shape)) in places:
             tied.append(read)
             continue
-        places[tensor.data_ptr()] = tensor
+        places.add(place)
         is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
         if is_plain and tensor.dtype == torch_dtype(array.dtype):
             direct.append(ArrayRead(array, region, host_view(tensor)))
         else:
             staged.append((read, region.numel * array.dtype.itemsize))
     return direct, staged, tied
-
-
-def _is_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin at one address are one memory, read in the same way."""
-    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride()) == (
-        other.device,
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
 
 
 def _read_staged(

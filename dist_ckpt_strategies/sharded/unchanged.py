@@ -82,11 +82,6 @@ def _num_ranges(table: BlockTable) -> Column:
     return -(-table.nbytes // RANGE_NBYTES)
 
 
-def _kinds(table: BlockTable) -> Column:
-    pairs = zip(table.keys, table.facts, strict=True)
-    return np.array([_kind(key, facts) for key, facts in pairs], np.int64)
-
-
 def _kind(key: str, facts: ArrayFacts) -> _Kind:
     words = _SEPARATORS.split(key.lower())
     is_average = "ema" in _NO_LETTERS.split(key.lower())  # ema_model, model_ema
@@ -107,7 +102,7 @@ def compared(last: LastSave | None, now: LastSave, on_unchanged: str) -> Message
     has_changed = np.bincount(rows, last.digests != now.digests, minlength=len(table)) > 0
     is_first = (table.origin == 0).all(axis=1)  # of one block of each array, on whichever rank
     sizes = [prod(f.shape) * DType(f.dtype).itemsize for f in table.facts]
-    kinds = _kinds(table)[table.array]
+    kinds = np.array(list(map(_kind, table.keys, table.facts)), np.int64)[table.array]
     told = []
     for kind in (_Kind.WEIGHT, _Kind.MOMENT):
         is_counted, is_changed = (kinds == kind) & is_first, (kinds == kind) & has_changed
