@@ -10,10 +10,11 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 
-from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.core.array import DType, groups
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError, PlanError
 
 logger = logging.getLogger(__name__)
@@ -242,6 +243,22 @@ def to_host(
     copies = iter((memory or HostSnapshot()).take(staged) if staged else ())
     places = zip(plain, is_there, strict=True)
     return [host_view(tensor if is_staged else next(copies)) for tensor, is_staged in places]
+
+
+def host_batches(tensors: Sequence[torch.Tensor], budget: int) -> Iterator[list[HostArray]]:
+    """What ``to_host`` returns, batch by batch; each is valid until the next is taken.
+
+    Copies take at most ``budget`` bytes at a time, or the largest tensor.
+    """
+    memory = HostSnapshot()
+    staged = [
+        (t, 0 if t.device.type == "cpu" and is_in_order(t) else t.numel() * t.element_size())
+        for t in tensors
+    ]
+    for batch in groups(staged, budget, itemgetter(1)):
+        with on_own_gpu():
+            hosts = to_host([tensor for tensor, _ in batch], memory)
+        yield hosts
 
 
 def settle(tensors: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,8 +18,8 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather, run_on_first_rank
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ObjectId, ShardSpec, groups
-from dist_ckpt_strategies.device import HostSnapshot, is_in_order, on_own_gpu, settle, to_host
+from dist_ckpt_strategies.core.array import ObjectId, ShardSpec
+from dist_ckpt_strategies.device import host_batches, settle
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -256,21 +255,13 @@ def write_contents(
     """
     settle(contents.tensors)
     budget = options.max_inflight_bytes // max(1, len(layout.packs))
-    return write([host_batches(contents, pack, budget) for pack in layout.packs])
+    return write([_batches(contents, pack, budget) for pack in layout.packs])
 
 
-def host_batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:
+def _batches(contents: Contents, pack: PackLayout, budget: int) -> Iterator[Sequence[Bytes]]:
     """The bytes of a pack's tensors, in order; each batch is valid until the next is taken."""
     sources = [contents.source(number) for number in pack.sources if number >= 0]
-    staged = [
-        (s, 0 if s.device.type == "cpu" and is_in_order(s) else s.numel() * s.element_size())
-        for s in sources
-        if isinstance(s, torch.Tensor)
-    ]
-    memory = HostSnapshot()
-    for batch in groups(staged, budget, itemgetter(1)):
-        with on_own_gpu():
-            hosts = to_host([tensor for tensor, _ in batch], memory)
+    for hosts in host_batches([s for s in sources if isinstance(s, torch.Tensor)], budget):
         yield [host.reshape(-1).view(np.uint8) for host in hosts]
     yield [np.frombuffer(s, np.uint8) for s in sources if isinstance(s, bytes)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from dist_ckpt_strategies.comm.base import Communicator, Message, run_and_gather
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, Region, groups
-from dist_ckpt_strategies.device import HostSnapshot, is_in_order, on_own_gpu, settle, to_host
+from dist_ckpt_strategies.device import host_batches, on_own_gpu, settle, to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError, raises_megatron_errors
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_content
@@ -116,6 +115,8 @@ class _Comparison:
     ) -> None:
         self._comm, self._options, self._ignore, self._allow = comm, options, ignore, allow
         self._opened: OpenedCheckpoint
+        self._keys: list[str] = []  # those stored, and unique keys of objects
+        self._ids: list[str] = []
         self._values: list[Any] = []
         self._common: StateDict = {}
 
@@ -137,38 +138,33 @@ class _Comparison:
         step = lambda: opened.unchanged(lambda: self._found(deadline).to_message())  # noqa: E731
         answers = run_and_gather(comm, step)  # 2
         is_held = np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(h), np.uint8) for h in held])
-        names = self._stored_names()
+        names = [*self._keys, *self._ids]
         is_held = np.unpackbits(is_held, count=len(names)).astype(bool)
         absent = [name for name, is_there in zip(names, is_held, strict=True) if not is_there]
-        num_arrays = int(is_held[: len(self._keys())].sum())
-        missing = missing_from(absent, set(self._keys()))
+        num_arrays = int(is_held[: len(self._keys)].sum())
+        missing = missing_from(absent, set(self._keys))
         nums = num_arrays, int(is_held.sum()) - num_arrays
         return report_of(str(checkpoint_dir), comm.global_ranks, answers, missing, *nums)
 
     def _open(self, checkpoint_dir: str | Path) -> Message:
         """Identity of the checkpoint, and which of its names this rank holds, as bits."""
-        options = self._options
+        options, ignore = self._options, self._ignore
         root = located(checkpoint_dir, options)
 
-        def look() -> list[str]:
-            self._opened = open_at(root, options, self._allow)
-            return self._stored_names()
+        def look() -> None:
+            self._opened = opened = open_at(root, options, self._allow)
+            self._keys = [key for key in opened if not is_ignored(key, ignore)]
+            ids = (name for name in opened.object_ids if not is_ignored(name.key, ignore))
+            self._ids = [name.unique_key for name in ids]
 
-        names = run_within(Deadline.after(OPENING * options.timeout_s), root, look)
-        held = set(map(name_of, self._values))
+        run_within(Deadline.after(OPENING * options.timeout_s), root, look)
+        names, held = [*self._keys, *self._ids], set(map(name_of, self._values))
         bits = np.packbits(np.fromiter((name in held for name in names), bool, len(names)))
         return [self._opened.identity, bits.tobytes().hex()]
 
-    def _keys(self) -> list[str]:
-        return [key for key in self._opened if not is_ignored(key, self._ignore)]
-
-    def _stored_names(self) -> list[str]:
-        ids = [name for name in self._opened.object_ids if not is_ignored(name.key, self._ignore)]
-        return [*self._keys(), *(name.unique_key for name in ids)]
-
     def _found(self, deadline: Deadline) -> Found:
         """The differences of this rank's state. Rank-local."""
-        opened, names = self._opened, set(self._stored_names())
+        opened, names = self._opened, {*self._keys, *self._ids}
         values = [value for value in self._values if name_of(value) in names]
         unknown = unknown_of(value for value in self._values if name_of(value) not in names)
         differences = self._compared([v for v in values if isinstance(v, ShardedTensor)], deadline)
@@ -222,16 +218,14 @@ class _Comparison:
 
     def _unlike(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         """The parts whose digests are not those stored, or not known, in batches to be read."""
-        budget, memory = self._options.max_inflight_bytes, HostSnapshot()
+        budget = self._options.max_inflight_bytes
         settle([part.data for part in parts])
-        sized = [(p, _staged_nbytes(p.data)) for p in parts if p.digests is not None]
         unlike = [part for part in parts if part.digests is None]
-        for batch in groups(sized, budget, itemgetter(1)):
-            with on_own_gpu():
-                hosts = to_host([part.data for part, _ in batch], memory)
-            for (part, _), host in zip(batch, hosts, strict=True):
-                if not _has_digests(host.reshape(-1).view(np.uint8), part.digests):
-                    unlike.append(part)
+        known = [part for part in parts if part.digests is not None]
+        hosts = chain.from_iterable(host_batches([part.data for part in known], budget))
+        for part, host in zip(known, hosts, strict=True):
+            if not _has_digests(host.reshape(-1).view(np.uint8), part.digests):
+                unlike.append(part)
         pieces = chain.from_iterable(part.pieces(budget // 4) for part in unlike)
         yield from groups(pieces, budget // 2, lambda p: p.data.numel() * p.data.element_size())
 
@@ -307,11 +301,6 @@ class _Part(NamedTuple):
 def name_of(value: Any) -> str:
     """The key of a ShardedTensor, or the unique key of a ShardedObject."""
     return str(value.key if isinstance(value, ShardedTensor) else value.unique_key)
-
-
-def _staged_nbytes(data: torch.Tensor) -> int:
-    is_there = data.device.type == "cpu" and is_in_order(data)
-    return 0 if is_there else data.numel() * data.element_size()
 
 
 def _has_digests(content: Any, digests: Digests | None) -> bool:
