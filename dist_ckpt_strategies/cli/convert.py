@@ -1,6 +1,5 @@
 """``dist-ckpt convert``, ``copy``, ``upgrade`` and ``diff``."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +11,7 @@ from dist_ckpt_strategies.cli.ranks import is_reporting, tool_ranks
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
+    finite,
     open_bars,
     print_dim,
     print_json,
@@ -99,12 +99,8 @@ def _absolute(address: str) -> str:
 
 
 def _diff_fields(a: str, b: str, report: DiffReport) -> dict[str, Any]:
-    fields = asdict(report)
-    for array in fields["arrays"]:
-        largest = array["max_abs_difference"]
-        if largest is not None and not math.isfinite(largest):
-            array["max_abs_difference"] = str(largest)  # JSON has no infinity
-    return {"a": _absolute(a), "b": _absolute(b), "equal": report.is_equal, **fields}
+    fields = {"a": _absolute(a), "b": _absolute(b), "equal": report.is_equal, **asdict(report)}
+    return fields | {"arrays": list(map(finite, fields["arrays"]))}
 
 
 def _print_diff(a: str, b: str, report: DiffReport) -> None:

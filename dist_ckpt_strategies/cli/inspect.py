@@ -1,6 +1,5 @@
-"""``dist-ckpt inspect`` and ``verify``: of packs, of ("zarr", 1), and of local checkpoints."""
+"""``dist-ckpt inspect`` and ``verify``, of packs, ("zarr", 1) and local ones; ``rebuild-index``."""
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -16,6 +16,7 @@ from dist_ckpt_strategies.cli.ranks import is_reporting, tool_ranks
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
+    finite,
     open_bars,
     print_dim,
     print_json,
@@ -30,6 +31,7 @@ from dist_ckpt_strategies.errors import ArrayNotFoundError, some_of
 from dist_ckpt_strategies.formats.issues import Issue, Scan
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.pack import UNVERIFIED
+from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local
 from dist_ckpt_strategies.tools.options import ConvertOptions
@@ -73,7 +75,7 @@ def inspect_stats(address: str, keys: str | None, *, as_json: bool) -> Status:
     with open_bars(in_bytes=True) as open_bar:
         rows = [asdict(one) for one in stats_of(opened, matching, options, open_bar("reading"))]
     if as_json:
-        print_json("inspect", {"path": str(opened.root), "stats": list(map(_finite, rows))})
+        print_json("inspect", {"path": str(opened.root), "stats": list(map(finite, rows))})
         return Status.FINE
     texts = [
         [printable(row.pop("key")), *(_UNKNOWN if n is None else f"{n:.6g}" for n in row.values())]
@@ -81,14 +83,6 @@ def inspect_stats(address: str, keys: str | None, *, as_json: bool) -> Status:
     ]
     print_table(Console(highlight=False), ["array", *_FIGURES], texts, _FIGURES)
     return Status.FINE
-
-
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures for JSON, which has no infinity."""
-    return {
-        name: str(n) if isinstance(n, float) and not math.isfinite(n) else n
-        for name, n in row.items()
-    }
 
 
 def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Status:
@@ -111,6 +105,25 @@ def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Stat
     elif is_reporting(nproc):
         _print_verification(summary, seconds)
     return status_of_issues(summary.issues)
+
+
+def rebuild(address: str, *, is_forced: bool, as_json: bool) -> None:
+    """Make the index of packs anew, and show for which save."""
+    place = located(address, None)
+    rebuilt = rebuild_index(place, force=is_forced)
+    if as_json:
+        fields = {"rebuilt": rebuilt is not None} | (asdict(rebuilt) if rebuilt else {})
+        print_json("rebuild-index", {"path": str(place), **fields})
+        return
+    if rebuilt is None:
+        typer.echo(printable(f"{place}: the index is whole, and stays"))
+        return
+    for text in rebuilt.passed_over:
+        typer.echo(printable(f"passed over: {text}"))
+    counts = f"{counted(rebuilt.num_packs, 'pack')}, {counted(rebuilt.num_arrays, 'array')} and "
+    counts += counted(rebuilt.num_objects, "object")
+    save = f"save {rebuilt.save_id}" if rebuilt.save_id else "a save without an id"
+    typer.echo(printable(f"{place}: made the index of {save}: {counts}"))
 
 
 def _scanned(place: Location, watch: Watch | None) -> Scan | LocalScan:

@@ -5,6 +5,7 @@ docs/json.md; a change of meaning raises SCHEMA.
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -66,6 +67,14 @@ def print_json(command: str, fields: Mapping[str, Any]) -> None:
     """Print one object: the command, and what it has found."""
     head = {"schema": SCHEMA, "command": command}
     typer.echo(json.dumps(head | dict(fields), indent=2, allow_nan=False))
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures for JSON, which has no infinity."""
+    return {
+        name: str(n) if isinstance(n, float) and not math.isfinite(n) else n
+        for name, n in row.items()
+    }
 
 
 def print_dim(console: Console, text: str) -> None:

@@ -92,7 +92,7 @@ def rebuild_index(
     deleted; metadata.json and common.pt are written anew. No save may be under way. Reads headers
     and digests: run verify afterwards.
     """
-    from dist_ckpt_strategies.cli.rebuild_index import rebuild  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.inspect import rebuild  # noqa: PLC0415
 
     prepare(directory)
     rebuild(directory, is_forced=force, as_json=as_json)
