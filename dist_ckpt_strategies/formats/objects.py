@@ -193,14 +193,14 @@ def _is_picklable(value: Any) -> bool:
     return True
 
 
-def dump_loadable(obj: Any, *, name: str, allow: Allowed, keeps_meta: bool = False) -> bytes:
+def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
     """Like ``dump_object``, for an object that a load with these classes gives back.
 
     Raises:
         UnsafeObjectError: it needs a class that is not allowed.
         StorageError: it cannot be pickled, or not be unpickled.
     """
-    content = dump_object(obj, name=name, keeps_meta=keeps_meta)
+    content = dump_object(obj, name=name)
     require_loadable(content, name=name, allow=allow)
     return content
 

@@ -246,7 +246,7 @@ class _Conversion:
         root = ranks.run(lambda: self._target(opened, target, kind))
         chosen = ranks.run(lambda: opened.unchanged(lambda: self._choose(opened, kind)))
         if self.skip_damaged:
-            chosen = self._without_damage(opened, chosen, has_common=kind is not Format.SAFETENSORS)
+            chosen = self._without_damage(opened, chosen, kind)
         features = [UNVERIFIED] if is_unverified else sorted(opened.features)
         plan = ranks.run(lambda: self._plan(chosen, root, kind, features))
         ranks.require_alike([task.nbytes for task in plan.tasks])
@@ -309,17 +309,12 @@ class _Conversion:
         common = b"" if is_model or self.ranks.rank else opened.common_content()
         return _Chosen(opened.find(wanted), objects, self._common(opened, common))
 
-    def _without_damage(
-        self,
-        opened: OpenedCheckpoint,
-        chosen: _Chosen,
-        *,
-        has_common: bool,
-    ) -> _Chosen:
+    def _without_damage(self, opened: OpenedCheckpoint, chosen: _Chosen, to: Format) -> _Chosen:
         """The chosen arrays and objects that are undamaged; reads all of them. Collective."""
         bounds = self.options.threads, self.options.block_nbytes
         damage = read_all(self.ranks, opened, chosen.arrays, chosen.objects, bounds, self.watch)
-        common, why = self.ranks.run(lambda: rescued_common(opened, is_wanted=has_common))
+        is_model = to is Format.SAFETENSORS
+        common, why = self.ranks.run(lambda: (b"", []) if is_model else rescued_common(opened))
         missing = {*chosen.missing, *starmap(Missing, (*damage, *why))}
         gone = {one.key for one in missing}
         return _Chosen(

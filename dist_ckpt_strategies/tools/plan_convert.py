@@ -24,6 +24,7 @@ from dist_ckpt_strategies.core.array import (
     Shape,
     ShardId,
     ShardSpec,
+    flat_index,
     groups,
     require_storable_keys,
 )
@@ -332,6 +333,5 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
     while dim and region.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
     limit = math.prod(region.shape[max(0, dim - 1) :])
-    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     for run in blocks(region, 1, max(1, limit)):
-        yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
+        yield flat_index(shape, run.offset), run.numel

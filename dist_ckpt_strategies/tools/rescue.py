@@ -118,12 +118,8 @@ def read_all(
     return [(key, why) for key, why in chain.from_iterable(gathered)]
 
 
-def rescued_common(
-    opened: OpenedCheckpoint, *, is_wanted: bool = True
-) -> tuple[bytes, list[tuple[str, str]]]:
+def rescued_common(opened: OpenedCheckpoint) -> tuple[bytes, list[tuple[str, str]]]:
     """The file of the common state, of packs also their copy of it; an empty one, and why."""
-    if not is_wanted:
-        return b"", []
     content, why = tried(opened.common_content)
     if content is not None:
         return content, []
