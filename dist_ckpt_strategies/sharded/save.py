@@ -73,7 +73,6 @@ class Contents:
         object_copies: other replicas of objects.
         common: the state that all ranks share, on the first rank alone.
         copies_common: whether ``common.pt`` is to be written too, for Megatron-Core's own readers.
-        features: of the packs; see ``pack.UNVERIFIED``.
     """
 
     shards: tuple[ShardSpec, ...]
@@ -83,7 +82,6 @@ class Contents:
     object_copies: tuple[ObjectId, ...] = ()
     common: bytes | None = None
     copies_common: bool = False
-    features: tuple[str, ...] = ()
 
     def source(self, number: int) -> torch.Tensor | bytes:
         """The tensor, object or common state with a source's number in the layout."""
@@ -422,9 +420,7 @@ def _laid_out(
     if cache is not None and cache.key == key:
         return cache
     rank = comm.global_ranks[comm.rank]
-    layout = lay_out(
-        contents.shards, sizes, common, rank=rank, limits=limits, features=contents.features
-    )
+    layout = lay_out(contents.shards, sizes, common, rank=rank, limits=limits)
     description = described(layout, contents.copies, contents.object_copies)
     session = cache.session if cache is not None and cache.description == description else ""
     ledger, last = (None, None) if cache is None else (cache.ledger, cache.last)
