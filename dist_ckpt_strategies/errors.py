@@ -236,14 +236,8 @@ def error_from_peer(
     """Build the error that the healthy ranks raise when ``global_rank`` failed.
 
     It is a PeerError and also an instance of the class that the failed rank raised, so that
-    ``except IncompleteCheckpointError`` takes the same branch on every rank.
-
-    Args:
-        global_rank: the rank that failed.
-        kind: class name of its error; one this package does not know yields a plain PeerError.
-        reason: its message, without the rank.
-        key: array or object at fault.
-        path: file at fault.
+    ``except IncompleteCheckpointError`` takes the same branch on every rank. ``kind`` is the name
+    of that class; one that this package does not know yields a plain PeerError.
     """
     cause = _public_class(kind) or PeerError
     if issubclass(cause, PeerError):

@@ -192,11 +192,7 @@ def overlaps(
     """Boxes that regions of arrays share with the blocks of a table.
 
     The numbers of block and region, the first element of the box in the array, and its shape.
-
-    Args:
-        table: the blocks.
-        arrays: of each region, an index of ``table.keys``.
-        regions: in elements of their arrays.
+    ``arrays`` has the array of each region, an index of ``table.keys``.
     """
     width, array = table.origin.shape[1], np.array(arrays, np.int64)
     low = padded([region.offset for region in regions], width, 0)

@@ -80,14 +80,7 @@ def full_index_of(save_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The content of ``index``: the save that counts, and the place of its full index's root.
-
-    Attributes:
-        save_id: of the save.
-        byte_offset: of the root.
-        nbytes: of the root.
-        digest: XXH3-128 of the root.
-    """
+    """The content of ``index``: a save, and place and XXH3-128 of the root of its full index."""
 
     save_id: str
     byte_offset: int
@@ -295,15 +288,10 @@ def _record_in(content: bytes, number: int) -> PackRecord:
 class FullIndex:
     """The full index of a save; segments are read as they are asked for, and kept.
 
-    One of up to 64 KiB is read whole.
-
-    Args:
-        pointer: what ``index`` says.
-        read: bytes of the file, by the first and how many.
-        path: for messages.
+    One of up to 64 KiB is read whole. ``read`` gives bytes of the file, by the first and how many.
 
     Attributes:
-        pointer: see there.
+        pointer: what ``index`` says.
         nbytes: of the file.
         facts: the root, a dict of JSON types.
 

@@ -108,9 +108,7 @@ class PackLayout:
     def header(self, save_id: str, num_packs: int = 0) -> bytes:
         """The first bytes of the file, up to the first tensor.
 
-        Args:
-            save_id: of the save; empty where writers share none.
-            num_packs: that all ranks of the save write; 0 where that is not known.
+        An empty ``save_id``: writers share none; 0 ``num_packs`` of all ranks: not known.
         """
         of_save = f'{quoted(save_id)},"packs":"{num_packs}"'
         if len(of_save) > _MAX_SAVE_ID:

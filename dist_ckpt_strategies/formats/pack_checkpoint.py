@@ -64,12 +64,8 @@ class OpenedSave:
     A commit removes the marker before it moves other files; where there is none, its renames change
     the directory's time. Packs never change, and are removed with their save.
 
-    Args:
-        root: the location.
-        pointer: what its ``index`` says, if that has been read.
-
     Attributes:
-        pointer: None where there are no packs.
+        pointer: what its ``index`` says, read now unless it is given; None if there are no packs.
         identity: the same on all ranks that have opened this save; empty where nothing tells. Of
             packs it is the digest of the index.
         index: the full index, where that had to be read.
@@ -152,13 +148,8 @@ _Lookup = tuple[BlockTable, dict[str, int], dict[int, PackRecord]]
 class PackCheckpoint:
     """The save that a place holds.
 
-    Args:
-        location: of the checkpoint.
-        options: how it is read.
-        save: that is opened; by default the one that is there.
-
     Attributes:
-        save: what is opened.
+        save: what is opened, by default what is there.
         identity: the digest of its index, which no other save has.
         index: what is stored where.
 

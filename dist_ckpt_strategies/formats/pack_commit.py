@@ -110,11 +110,8 @@ def commit(
     An error means that the place holds what it held before, unless it is a StorageTimeoutError:
     the save may be committed then, or the last call still be carried out.
 
-    Args:
-        store: the place.
-        save: what was written.
-        require: raises if it must not be committed, by default if this node is out of the job.
-        deletes_replaced: whether to delete what the replaced index alone names.
+    ``require`` raises if it must not be committed, by default if this node is out of the job. What
+    the replaced index alone names is deleted if ``deletes_replaced``.
 
     Returns:
         Why Megatron-Core's copies could not be written, although the save is committed.

@@ -65,9 +65,6 @@ class OpenedPack:
         save_id: of the save that wrote it; empty where writers share no id.
         num_packs: that all ranks of the save wrote; 0 where the writer did not know.
         features: known ones.
-        table: the blocks of arrays.
-        objects: shards of objects.
-        common: the common state.
         tensors: all of them but the last: name, first byte after the header, first digest, bytes.
         metadata: all fields of ``__metadata__``, those of the writer's own among them.
     """

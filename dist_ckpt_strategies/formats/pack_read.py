@@ -87,12 +87,8 @@ def read_jobs(
 ) -> list[Job]:
     """Jobs that bring elements of blocks into memory. Rank-local; itself does not touch storage.
 
-    Args:
-        store: where the packs are.
-        reads: what to read.
-        tables: of digests that were read before; new ones are added.
-        max_nbytes: read by one call; a thread has a buffer of that size.
-        verify: whether to compare what is read with its digests.
+    ``tables`` are digests that were read before; new ones are added. One call reads ``max_nbytes``,
+    and a thread has a buffer of that size. With ``verify`` all that is read is compared.
 
     Raises, as the jobs:
         CorruptCheckpointError: a range is not what was written; names key, file, bytes and rank.

@@ -89,11 +89,7 @@ def rebuild_index(location: Location, *, force: bool = False) -> RebuiltIndex | 
 
     The newest save whose packs are whole and make up every array counts. ``common.pt`` and
     ``metadata.json`` are written where they are missing, damaged or of another save, also if the
-    index is whole. No save may be under way at that place.
-
-    Args:
-        location: of the checkpoint.
-        force: replace an index that is whole, too.
+    index is whole. No save may be under way at that place. ``force``: replace a whole index, too.
 
     Returns:
         The save that counts now; None where the index is whole, and stays.

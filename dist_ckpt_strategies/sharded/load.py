@@ -110,15 +110,10 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The reads of one rank.
+    """The reads of one rank, of what ``state`` wants; ``messages`` are about all of it.
 
-    Attributes:
-        checkpoint: that is read.
-        state: what is wanted.
-        messages: about all of it, see ``message_of``.
-        reads: how each ShardedTensor is filled, and the tensor that is.
-        objects: the ShardedObjects.
-        converted: arrays that are stored in another dtype than the one wanted.
+    ``reads`` say how each ShardedTensor is filled, and the tensor that is; ``converted`` are arrays
+    that are stored in another dtype than the one wanted.
     """
 
     checkpoint: StoredCheckpoint
@@ -175,16 +170,9 @@ def load_sharded(  # noqa: PLR0913
 ) -> StateDict:
     """Read what was planned; what ``finish`` makes of the loaded state dict. Collective.
 
-    Args:
-        comm: the ranks.
-        plan: of this rank.
-        answers: what ``plan.message`` has returned on every rank, gathered: no tensor was touched
-            before every rank knew that it can load.
-        name: of the checkpoint, for messages.
-        options: timeouts and memory bounds.
-        allow: classes that objects may be unpickled to.
-        validated: where the sharding is to be checked: which was before. New ones are added.
-        finish: may raise.
+    ``answers`` are what ``plan.message`` has returned on every rank, gathered: no tensor was
+    touched before every rank knew that it can load. Where the sharding is to be checked,
+    ``validated`` are those that were checked before; new ones are added. ``finish`` may raise.
 
     Raises:
         PlanError: main replicas of a key do not fit together.

@@ -137,12 +137,8 @@ class Started:
     """A save that every rank has begun; nothing of it is visible.
 
     Attributes:
-        comm: the ranks.
-        format: how it is stored; the same on all ranks.
-        store: where it goes.
-        options: how it is carried out.
+        format: the same on all ranks.
         save_id: equal on all ranks, and of no other save.
-        contents: what this rank writes.
         cache: for this save and the next.
         nbytes: of all packs of all ranks.
         num_packs: of all ranks.
@@ -176,12 +172,8 @@ def start_save(
 ) -> Started:
     """Begin a save: lay out what this rank writes, and tell the first rank of it. Collective.
 
-    Args:
-        comm: the ranks.
-        save_format: how it is stored.
-        prepare: gives where to, what this rank saves, and a note for every rank; may raise.
-        cache: what ``finish_save`` has returned last.
-        options: how it is carried out.
+    ``prepare`` gives where to, what this rank saves, and a note for every rank; it may raise.
+    ``cache`` is what ``finish_save`` has returned last.
 
     Raises:
         CheckpointError: ``prepare`` has raised on a rank; a PeerError of its class on the others.

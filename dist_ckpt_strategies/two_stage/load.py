@@ -46,13 +46,10 @@ class GroupLoad:
     """The load of one rank of a group.
 
     Attributes:
-        source: what is read.
         tensors: ShardedTensors that this rank requests.
         objects: ShardedObjects that it requests, by unique key; of equal ones any.
         readers: the rank that reads each object of the group, and whether others request it too.
         arrays: that ``plan`` and ``matched`` number.
-        matched: how the tensors are filled.
-        plan: of the group.
     """
 
     source: Source
@@ -75,14 +72,8 @@ def load_by_group(  # noqa: PLR0913, PLR0917
 ) -> tuple[StateDict, BroadcastReport]:
     """Load what this rank requests; a state dict of the same structure. Collective over the world.
 
-    Args:
-        world: all ranks.
-        group: the ranks that read together. Their smallest memory budget counts.
-        open_source: rank-local.
-        state: what this rank requests.
-        name: of the checkpoint, for messages.
-        options: timeouts and memory bounds.
-        allow: classes that objects may be unpickled to.
+    Ranks of a ``group`` read together: their smallest memory budget counts. ``open_source`` is
+    rank-local.
     """
     loads: list[GroupLoad] = []
 

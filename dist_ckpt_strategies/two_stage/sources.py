@@ -97,14 +97,8 @@ class OwnSource:
 class StrategySource:
     """A checkpoint that any strategy loads, called once with all shards that this rank reads.
 
-    Each distinct shard counts as an array of its own, which is read whole.
-
-    Attributes:
-        strategy: that loads.
-        save: that is loaded.
-        identity: tells the checkpoint from others.
-        arrays: that this rank reads, once it is ``opened``.
-        objects: the same.
+    Each distinct shard counts as an array of its own, which is read whole. ``arrays`` and
+    ``objects`` are those that this rank reads, once it is ``opened``.
     """
 
     strategy: Any
