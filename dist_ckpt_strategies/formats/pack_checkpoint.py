@@ -293,7 +293,7 @@ class PackCheckpoint:
 
     def require_files(self) -> None:
         """Raise an IncompleteCheckpointError unless all packs are there, as far as sizes tell."""
-        require_packs(self._store, list(self.index.packs().values()), "")
+        require_packs(self._store, self.index.packs().values())
 
     def object_ids(self) -> Iterator[ObjectId]:
         """All shards of objects, sorted."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -54,7 +54,7 @@ _OF_TORCH_DIST = ".metadata"  # makes its files a checkpoint
 _INTEGRITY = "integrity.json"  # Megatron-Core's digests, written after a save of its own
 _OWN_NAMES = (INDEX_NAME, SAVES, FOLDER, COMMON_NAME, MARKER_NAME, LOCK_NAME)
 
-_NOT_COMMITTED = (
+NOT_COMMITTED = (
     "; nothing was committed; save again, from all ranks to one directory on a file system that "
     "they share"
 )
@@ -124,7 +124,7 @@ def commit(
         replaced = [*_files_replaced(store, save), *others] if deletes_replaced else []
         is_over_another = save.marker is not None and warn_of_another_format(store)
         require()
-        require_packs(store, save.packs, _NOT_COMMITTED)
+        require_packs(store, save.packs, NOT_COMMITTED)
         name, (full_index, pointer) = full_index_of(save.save_id), build_full_index(save)
         try:
             store.write_pieces(name, [[np.frombuffer(full_index, np.uint8)]])
@@ -233,25 +233,25 @@ def _files_replaced(store: Place, new: NewSave) -> list[str]:
     return [full_index_of(pointer.save_id), *files]
 
 
-def require_packs(store: Place, packs: Sequence[PackRecord], why: str) -> None:
+def require_packs(store: Place, packs: Iterable[PackRecord], why: str = "") -> None:
     """Raise an IncompleteCheckpointError unless all are there, as far as sizes tell."""
-    for pack in missing_packs(store, packs)[:1]:
-        path = store.path(file_of(pack.name))
-        text = f"{path}, which rank {pack.rank} has written, is gone or has another size than "
-        raise IncompleteCheckpointError(f"{text}{pack.nbytes} bytes{why}", path=path)
+    require_files([(store, file_of(p.name), p.nbytes, p.rank) for p in packs], why)
 
 
-def missing_packs(store: Place, packs: Sequence[PackRecord]) -> list[PackRecord]:
-    """The packs that are gone, or have another size."""
-    missing: list[PackRecord] = []
+def require_files(files: Sequence[tuple[Place, str, int | None, int]], why: str) -> None:
+    """The same for files, each by place, name, size if that is known, and rank that wrote it."""
+    missing: list[tuple[int, str, str]] = []
 
-    def look(pack: PackRecord) -> None:
-        if not store.has_bytes(file_of(pack.name), pack.nbytes):
-            missing.append(pack)
+    def look(store: Place, name: str, nbytes: int | None, rank: int) -> None:
+        if not (store.has(name) if nbytes is None else store.has_bytes(name, nbytes)):
+            than = "" if nbytes is None else f" than {nbytes} bytes"
+            missing.append((rank, store.path(name), than))
 
-    jobs = [Job("", store.path(file_of(pack.name)), partial(look, pack)) for pack in packs]
+    jobs = [Job("", file[0].path(file[1]), partial(look, *file)) for file in files]
     Transfer(jobs, _NUM_THREADS).wait()
-    return sorted(missing, key=lambda pack: (pack.rank, pack.name))
+    for rank, path, than in sorted(missing)[:1]:
+        text = f"{path}, which rank {rank} has written, is gone or has another size{than}{why}"
+        raise IncompleteCheckpointError(text, path=path)
 
 
 def current_save(store: Place) -> FullIndex | None:

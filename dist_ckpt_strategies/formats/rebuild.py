@@ -46,10 +46,10 @@ from dist_ckpt_strategies.formats.locations import (
 )
 from dist_ckpt_strategies.formats.pack_commit import (
     commit,
-    missing_packs,
     new_save_id,
     open_full_index,
     read_pointer,
+    require_packs,
 )
 from dist_ckpt_strategies.formats.pack_header import OpenedPack, open_pack
 from dist_ckpt_strategies.formats.pack_read import read_content
@@ -156,7 +156,8 @@ def _whole_index(store: Place) -> FullIndex | None:
             for _ in index.tables():
                 pass
             index.objects()
-            return None if missing_packs(store, list(index.packs().values())) else index
+            require_packs(store, index.packs().values())
+            return index
     return None
 
 

@@ -11,12 +11,9 @@ from pathlib import Path
 
 from dist_ckpt_strategies.comm.base import Message
 from dist_ckpt_strategies.core.blocks import OBJECT_SUFFIX, BlockTable
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-    StorageTimeoutError,
-)
+from dist_ckpt_strategies.errors import CheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.formats.commit import commit_staged, give_up, staging_of
+from dist_ckpt_strategies.formats.pack_commit import NOT_COMMITTED, require_files
 from dist_ckpt_strategies.formats.pack_write import PackRecord, Write
 from dist_ckpt_strategies.formats.zarr2 import (
     chunk_name,
@@ -29,9 +26,7 @@ from dist_ckpt_strategies.formats.zarr2 import (
 from dist_ckpt_strategies.sharded.ledger import Ledger
 from dist_ckpt_strategies.sharded.save import SaveFormat, Started
 from dist_ckpt_strategies.storage.files import COMMON_NAME, Directory
-from dist_ckpt_strategies.storage.io_pool import WORK, Job, Transfer
-
-_NUM_THREADS = 16
+from dist_ckpt_strategies.storage.io_pool import WORK
 
 
 def _writer(started: Started) -> Write:
@@ -62,7 +57,12 @@ def _commit(
     ranks = started.comm.global_ranks
     tables = [BlockTable.from_bytes(main) for _, main, _ in ledger.told]
     require_grids(tables, ranks)
-    _require_files(started, tables)
+    written = [
+        (Directory(_staging(started) / str(rank)), *file, rank)
+        for rank, table in zip(ranks, tables, strict=True)
+        for file in expected_files(table)
+    ]
+    require_files(written, NOT_COMMITTED)
     keys = {key.removesuffix(OBJECT_SUFFIX) for table in tables for key in table.keys}
     parts = [str(rank) for rank in ranks]
     commit_staged(_staging(started), marker, overwrite=overwrite, keys=keys, parts=parts)
@@ -80,23 +80,3 @@ CHUNKS = SaveFormat("('zarr', 1)", _writer, _commit, _discard)
 def _staging(started: Started) -> Path:
     assert isinstance(started.store, Directory)  # noqa: S101 - the strategy takes no URL
     return staging_of(started.store.root, started.save_id).root
-
-
-def _require_files(started: Started, tables: Sequence[BlockTable]) -> None:
-    """Raise where the first rank does not see what another has written."""
-
-    def require(store: Directory, rank: int, name: str, nbytes: int | None) -> None:
-        if not store.has_bytes(name, nbytes):
-            raise IncompleteCheckpointError(
-                f"{store.path(name)}, which rank {rank} has written, is gone or has another size; "
-                "nothing was committed; save again, from all ranks to one directory on a file "
-                "system that they share",
-                path=store.path(name),
-            )
-
-    jobs = []
-    for rank, table in zip(started.comm.global_ranks, tables, strict=True):
-        store = Directory(_staging(started) / str(rank))
-        for name, nbytes in expected_files(table):
-            jobs.append(Job("", store.path(name), partial(require, store, rank, name, nbytes)))
-    Transfer(jobs, _NUM_THREADS).wait()
