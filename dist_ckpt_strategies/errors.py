@@ -225,26 +225,18 @@ def _public_class(name: str) -> type[CheckpointError] | None:
     return value if is_one else None
 
 
-def error_from_peer(
-    global_rank: int,
-    kind: str,
-    reason: str,
-    *,
-    key: str | None = None,
-    path: str | None = None,
-) -> PeerError:
+def error_from_peer(global_rank: int, kind: str, reason: str, **place: str | None) -> PeerError:
     """Build the error that the healthy ranks raise when ``global_rank`` failed.
 
     It is a PeerError and also an instance of the class that the failed rank raised, so that
     ``except IncompleteCheckpointError`` takes the same branch on every rank. ``kind`` is the name
-    of that class; one that this package does not know yields a plain PeerError.
+    of that class; one that this package does not know yields a plain PeerError. ``place`` are
+    ``key`` and ``path``.
     """
     cause = _public_class(kind) or PeerError
     if issubclass(cause, PeerError):
-        return cause(global_rank, reason, key=key, path=path)
-    error: PeerError = joint_class(f"Peer{kind}", (PeerError, cause))(
-        global_rank, reason, key=key, path=path
-    )
+        return cause(global_rank, reason, **place)
+    error: PeerError = joint_class(f"Peer{kind}", (PeerError, cause))(global_rank, reason, **place)
     return error
 
 
@@ -272,9 +264,11 @@ def forget_frames(error: BaseException) -> None:
         one = one.__cause__
 
 
-def array_not_found(key: str, keys: Sequence[str], root: object) -> ArrayNotFoundError:
+def array_not_found(
+    key: str, keys: Sequence[str], root: object, kind: str = "array"
+) -> ArrayNotFoundError:
     """The error for a key that is none of those that a place holds."""
-    text = f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}"
+    text = f"{key}: no such {kind} among the {len(keys)} in {root}{similar_text(key, keys)}"
     return ArrayNotFoundError(text, key=key, path=str(root))
 
 

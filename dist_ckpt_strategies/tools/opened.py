@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CheckpointNotFoundError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+    array_not_found,
     raises_megatron_errors,
-    similar_text,
 )
 from dist_ckpt_strategies.formats.base import open_packs
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, StoredCheckpoint
@@ -294,12 +293,7 @@ class _Objects(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         opened = self._opened
         if key not in self._ids:
-            raise ArrayNotFoundError(
-                f"{key}: no such object among the {len(self._ids)} in {opened.root}"
-                f"{similar_text(key, list(self._ids))}",
-                key=key,
-                path=str(opened.root),
-            )
+            raise array_not_found(key, list(self._ids), opened.root, "object")
         content = opened.unchanged(lambda: opened.object_content(self._ids[key]))
         return load_content(content, f"{opened.root}/{key}", key, opened.allowed)
 
