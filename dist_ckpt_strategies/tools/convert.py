@@ -354,8 +354,10 @@ class _Conversion:
         if plan.target is Format.PACK and UNVERIFIED not in plan.features:
             keys = {item.source.key for task in plan.tasks for item in task.items}
             digests = opened.stored.digests(sorted(keys))
+        # Elsewhere objects stay pickled, and nothing waits for torch and Megatron-Core.
+        allowed = opened.allowed if plan.target is Format.TORCH_DIST else ()
         block_nbytes = self.options.block_nbytes
-        target = Target(plan, root, save_id, block_nbytes, opened.allowed, digests)
+        target = Target(plan, root, save_id, block_nbytes, allowed, digests)
         return target, *_functions(plan.target)
 
     def _write(

@@ -1,6 +1,7 @@
 """``dist-ckpt convert``, ``upgrade`` and ``diff``: what they print, and their exit status."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from tests.cli.commands import json_of, run
+from tests.cli.commands import PROGRAM, json_of, run
 from tests.support.checkpoints import (
     EMPTY,
     NESTED,
@@ -23,6 +24,7 @@ from tests.support.checkpoints import (
     write_marker,
     write_object,
 )
+from tests.support.processes import finished
 
 
 def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> None:
@@ -49,6 +51,19 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> N
         f"{written} and {tmp_path / 'c'} are equal\n"
         "compared: 4 arrays with 114 B, 5 object shards\n"
     )
+
+
+def test_only_torch_dist_waits_for_torch_and_megatron(written: Path, tmp_path: Path) -> None:
+    for module in ("torch", "megatron"):
+        (tmp_path / "none" / module).mkdir(parents=True)
+        (tmp_path / "none" / module / "__init__.py").write_text("raise ImportError('not here')")
+    path = os.pathsep.join([str(tmp_path / "none"), os.environ["PYTHONPATH"]])
+
+    for command in (("convert", "--to", "pack"), ("convert", "--to", "zarr@3"), ("copy",)):
+        target = tmp_path / "-".join(command)
+        args = (command[0], written, target, *command[1:])
+        finished(*PROGRAM, *args, variables={"PYTHONPATH": path})
+        assert run("diff", written, target).exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
