@@ -264,11 +264,9 @@ def forget_frames(error: BaseException) -> None:
         one = one.__cause__
 
 
-def array_not_found(
-    key: str, keys: Sequence[str], root: object, kind: str = "array"
-) -> ArrayNotFoundError:
+def array_not_found(key: str, keys: Sequence[str], root: object) -> ArrayNotFoundError:
     """The error for a key that is none of those that a place holds."""
-    text = f"{key}: no such {kind} among the {len(keys)} in {root}{similar_text(key, keys)}"
+    text = f"{key}: no such key among the {len(keys)} in {root}{similar_text(key, keys)}"
     return ArrayNotFoundError(text, key=key, path=str(root))
 
 

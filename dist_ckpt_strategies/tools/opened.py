@@ -293,7 +293,7 @@ class _Objects(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         opened = self._opened
         if key not in self._ids:
-            raise array_not_found(key, list(self._ids), opened.root, "object")
+            raise array_not_found(key, list(self._ids), opened.root)
         content = opened.unchanged(lambda: opened.object_content(self._ids[key]))
         return load_content(content, f"{opened.root}/{key}", key, opened.allowed)
 

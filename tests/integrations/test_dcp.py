@@ -452,7 +452,7 @@ def refuse_to_load(rank: int, root: Path) -> None:
 
     missing = refused(ArrayNotFoundError, {"ww": torch.zeros(6)})
     assert (missing.key, missing.path) == ("ww", str(root))
-    assert str(missing).endswith(f"no such array among the 2 in {root}; similar ones: w")
+    assert str(missing).endswith(f"no such key among the 2 in {root}; similar ones: w")
     larger = refused(PlanError, {"w": torch.zeros(7)})
     assert (larger.key, larger.path) == ("w", str(root))
     assert refused(UnsafeObjectError, {"f": 1}).key == "f"
