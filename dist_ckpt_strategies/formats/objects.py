@@ -10,12 +10,14 @@ import struct
 import threading
 import zipfile
 import zlib
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PosixPath
+from signal import Signals
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
@@ -55,9 +57,9 @@ _CHANGES_LIST = threading.Lock()
 
 
 def default_allowed() -> list[Any]:
-    """The classes that a checkpoint may need when it is unpickled.
+    """The classes that a checkpoint may need when it is unpickled, beside Megatron-Core's own.
 
-    Megatron-Core's own list, where it is installed, and numpy's arrays under the names of numpy 1
+    Those of other packages in Megatron-Core's list, and numpy's arrays under the names of numpy 1
     and 2: they are rebuilt by ``_reconstruct`` and ``scalar``, which moved from ``numpy.core`` to
     ``numpy._core``, and a checkpoint names the module of its writer.
     """
@@ -68,12 +70,8 @@ def default_allowed() -> list[Any]:
         for module in ("numpy.core.multiarray", "numpy._core.multiarray")
     ]
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
-    plain = [SimpleNamespace, np.ndarray, np.dtype, *dtypes, *named]
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return plain
-    from dist_ckpt_strategies.megatron.types import megatron_classes  # noqa: PLC0415 - slow
-
-    return [*megatron_classes(), *plain]
+    plain = [SimpleNamespace, Namespace, PosixPath, io.BytesIO, Signals]
+    return [*plain, np.ndarray, np.dtype, *dtypes, *named]
 
 
 def file_damage(file: IO[bytes]) -> str | None:
@@ -207,13 +205,23 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
 
 def require_loadable(content: bytes, *, name: str, allow: Allowed) -> None:
     """Raise what ``dump_loadable`` raises, for what ``dump_object`` has returned."""
-    with allowing(allow):
+    with allowing(_allowed_for(content, allow)):
         try:
             _unpickled(content)
         except Exception as error:
             unsafe = _unsafe_error(error, content, name)
             text = f"{name} cannot be saved: a load would fail: {error}"
             raise unsafe or StorageError(text, key=name) from error
+
+
+def _allowed_for(content: bytes, allow: Allowed) -> Allowed:
+    """These, and Megatron-Core's list where the bytes name it: its import takes 7 s of a CPU."""
+    is_named = b"megatron.core" in content and find_spec("megatron") is not None
+    if not is_named or find_spec("megatron.core") is None:
+        return allow
+    from dist_ckpt_strategies.megatron.types import megatron_classes  # noqa: PLC0415 - slow
+
+    return [*allow, *megatron_classes()]
 
 
 def _unpickled(content: bytes) -> Any:
@@ -281,7 +289,7 @@ def load_content(
     """
     if not is_whole:
         require_archive(content, path, name)
-    with allowing(allow):
+    with allowing(_allowed_for(content, allow)):
         try:
             return _unpickled(content)
         except Exception as error:

@@ -77,7 +77,7 @@ from dist_ckpt_strategies.tools.zarr3 import finish_zarr3, write_zarr3
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
 
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer[./]")
 """Begins the keys of optimizer state; all other arrays are the model's."""
 
 
@@ -354,10 +354,8 @@ class _Conversion:
         if plan.target is Format.PACK and UNVERIFIED not in plan.features:
             keys = {item.source.key for task in plan.tasks for item in task.items}
             digests = opened.stored.digests(sorted(keys))
-        # Elsewhere objects stay pickled, and nothing waits for torch and Megatron-Core.
-        allowed = opened.allowed if plan.target is Format.TORCH_DIST else ()
         block_nbytes = self.options.block_nbytes
-        target = Target(plan, root, save_id, block_nbytes, allowed, digests)
+        target = Target(plan, root, save_id, block_nbytes, opened.allowed, digests)
         return target, *_functions(plan.target)
 
     def _write(

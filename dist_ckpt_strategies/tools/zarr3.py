@@ -7,8 +7,9 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class Zarr3Checkpoint(Format1Checkpoint):
 
     def keys(self) -> Iterator[str]:
         """See Format1Checkpoint."""
-        return (key for key, names in _folders(self._root) if METADATA_NAME in names)
+        named = (key for key, names in _folders(self._root) if METADATA_NAME in names)
+        return (key for key in named if not _is_group(self._root / key / METADATA_NAME))
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See Format1Checkpoint."""
@@ -76,6 +78,13 @@ def undescribed_keys(root: Path) -> Iterator[str]:
                 break
 
 
+def _is_group(path: Path) -> bool:
+    """Whether the file describes a group; what cannot be read is said where an array is opened."""
+    with suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads(path.read_bytes()).get("node_type") == "group")
+    return False
+
+
 def _folders(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Each folder below a checkpoint, and its files."""
     for folder, below, names in os.walk(root):
@@ -100,8 +109,10 @@ def finish_zarr3(target: Target, _: Mapping[int, Any], objects: Objects, common:
     for array in target.plan.arrays:
         _created(target, array)  # those without elements too
     write_objects(target, objects, common)
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    target.files.write(METADATA_NAME, json.dumps(group).encode())
+    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    arrays = {PurePath(array.key) for array in target.plan.arrays}
+    for folder in {PurePath(), *(folder for key in arrays for folder in key.parents)} - arrays:
+        target.files.write(str(folder / METADATA_NAME), group)
 
 
 def _created(target: Target, array: ArraySpec) -> Any:
