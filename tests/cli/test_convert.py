@@ -53,15 +53,23 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> N
     )
 
 
-def test_only_torch_dist_waits_for_torch_and_megatron(written: Path, tmp_path: Path) -> None:
+def test_only_torch_dist_waits_for_torch_and_none_for_megatron(
+    written: Path, tmp_path: Path
+) -> None:
     for module in ("torch", "megatron"):
-        (tmp_path / "none" / module).mkdir(parents=True)
-        (tmp_path / "none" / module / "__init__.py").write_text("raise ImportError('not here')")
-    path = os.pathsep.join([str(tmp_path / "none"), os.environ["PYTHONPATH"]])
+        (tmp_path / f"no {module}" / module).mkdir(parents=True)
+        (tmp_path / f"no {module}" / module / "__init__.py").write_text("raise ImportError('no')")
 
-    for command in (("convert", "--to", "pack"), ("convert", "--to", "zarr@3"), ("copy",)):
+    for command in (
+        ("convert", "--to", "pack"),
+        ("convert", "--to", "zarr@3"),
+        ("copy",),
+        ("convert", "--to", "torch_dist"),
+    ):
         target = tmp_path / "-".join(command)
         args = (command[0], written, target, *command[1:])
+        without = ["no megatron"] if "torch_dist" in command else ["no megatron", "no torch"]
+        path = os.pathsep.join([*(str(tmp_path / n) for n in without), os.environ["PYTHONPATH"]])
         finished(*PROGRAM, *args, variables={"PYTHONPATH": path})
         assert run("diff", written, target).exit_code == 0
 
