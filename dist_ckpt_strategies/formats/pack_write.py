@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -76,8 +76,8 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
     pack: PackLayout,
     contents: Iterable[Sequence[Bytes]],
     *,
+    save_id: str,
     rank: int,
-    save_id: str = "",
     num_packs: int = 0,
     digests: Digests | None = None,
 ) -> Written:
@@ -90,8 +90,8 @@ def write_pack(  # noqa: PLR0913 - facts of the save are known when it is writte
         contents: the bytes of each tensor that the layout lists, in its order, in batches; a batch
             is valid until the next is taken. Padding is left out. A tensor may come in parts, all
             but the last of whole ranges.
-        rank: the global rank that writes.
         save_id: of the save; empty where writers share none.
+        rank: the global rank that writes.
         num_packs: that all ranks of the save write, if that is known.
         digests: of the ranges of all contents, where the caller has compared these with them.
     """
@@ -164,14 +164,14 @@ Write = Callable[[PackContents], Sequence[Written]]
 def write_packs(
     store: Place,
     packs: Sequence[PackLayout],
+    facts: Mapping[str, Any],
     num_threads: int,
     timeout_s: float,
     contents: PackContents,
-    **facts: Any,
 ) -> tuple[Written, ...]:
     """Write packs, durably, some on threads at the same time. Rank-local.
 
-    ``facts`` are ``rank``, ``save_id`` and ``num_packs`` of ``write_pack``; ``timeout_s`` is the
+    ``facts`` are ``save_id``, ``rank`` and ``num_packs`` of ``write_pack``; ``timeout_s`` is the
     longest wait for the storage.
 
     Raises:

@@ -349,20 +349,33 @@ def limits_of(store: Place, options: Options) -> PackLimits:
 
 
 def _pack_writer(started: Started) -> Write:
-    of_save = {"save_id": started.save_id, "num_packs": started.num_packs, "rank": started.rank}
-    return pack_writer(started.store, started.cache.layout.packs, started.options, **of_save)
+    return pack_writer(
+        started.store,
+        started.cache.layout.packs,
+        started.options,
+        rank=started.rank,
+        save_id=started.save_id,
+        num_packs=started.num_packs,
+    )
 
 
-def pack_writer(store: Place, packs: Sequence[PackLayout], options: Options, **facts: Any) -> Write:
-    """The function that writes packs to a place, with ``facts`` as ``write_packs`` takes them.
-
-    Packs for a bucket are in memory twice.
-    """
+def pack_writer(
+    store: Place,
+    packs: Sequence[PackLayout],
+    options: Options,
+    *,
+    rank: int,
+    save_id: str = "",
+    num_packs: int = 0,
+) -> Write:
+    """The function that writes packs to a place. Packs for a bucket are in memory twice."""
     num_threads = options.io_threads
     if isinstance(store, Bucket):
         most = options.max_inflight_bytes // (2 * limits_of(store, options).nbytes)
         num_threads = max(1, min(num_threads, most))
-    return partial(write_packs, store, packs, num_threads, WORK * options.timeout_s, **facts)
+    limit_s = WORK * options.timeout_s
+    facts = {"save_id": save_id, "rank": rank, "num_packs": num_packs}
+    return partial(write_packs, store, packs, facts, num_threads, limit_s)
 
 
 def _commit_packs(
