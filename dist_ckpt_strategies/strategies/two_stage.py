@@ -176,8 +176,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         deadline = Deadline.after(OPENING * options.timeout_s)
         if self._is_own:
             checkpoint = run_within(deadline, root, lambda: base.open_to_load(root, options, save))
-            of_save = checkpoint.save, checkpoint.identity
-            return OwnSource(checkpoint, *of_save, base.destination_of, options)
+            return OwnSource(checkpoint, base.destination_of, options)
         name = type(base).__name__
         if options.strict_dtype:
             raise StrategyError(

@@ -49,14 +49,25 @@ class Matched:
 class OwnSource:
     """A checkpoint that is read by this package: arrays are its arrays, read in any parts.
 
-    ``destination_of`` gives the tensor to fill for a ShardedTensor.
+    Attributes:
+        checkpoint: that is read.
+        destination_of: the tensor to fill for a ShardedTensor.
+        options: timeouts and memory bounds.
     """
 
     checkpoint: StoredCheckpoint
-    save: OpenedSave
-    identity: str
     destination_of: Callable[[Any], torch.Tensor]
     options: Options
+
+    @property
+    def save(self) -> Any:
+        """See OpenedSave."""
+        return self.checkpoint.save
+
+    @property
+    def identity(self) -> str:
+        """Tells the checkpoint from others."""
+        return self.checkpoint.identity
 
     def name(self, tensor: Any) -> str:
         """The name of the array that a ShardedTensor is a part of."""
