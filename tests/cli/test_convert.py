@@ -53,7 +53,7 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> N
     )
 
 
-def test_only_torch_dist_waits_for_torch_and_none_for_megatron(
+def test_conversions_need_no_megatron_and_only_torch_dist_needs_torch(
     written: Path, tmp_path: Path
 ) -> None:
     for module in ("torch", "megatron"):

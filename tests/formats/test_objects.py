@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import safe_globals
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
@@ -158,6 +159,21 @@ def test_a_class_is_written_and_read_only_where_it_is_allowed(
             load(tmp_path)
         assert caught.value.path == str(tmp_path / "common.pt")
         assert load(tmp_path, [allow]) == state
+
+
+def test_whatever_is_in_the_list_of_megatron_core_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = [*safe_globals.SAFE_GLOBALS, torch._C.Generator, Fraction]
+    monkeypatch.setattr(safe_globals, "SAFE_GLOBALS", later)
+
+    TorchCommonSaveStrategy().save_common(
+        {"rng": torch.Generator().manual_seed(3), "part": Fraction(1, 3)}, tmp_path
+    )
+
+    found = load(tmp_path)
+    assert found["rng"].initial_seed() == 3
+    assert found["part"] == Fraction(1, 3)
 
 
 def test_a_class_that_the_file_does_not_name_is_no_damage_and_can_be_allowed(
