@@ -62,7 +62,8 @@ def default_allowed() -> list[Any]:
 
     Those of other packages in Megatron-Core's list, and numpy's arrays under the names of numpy 1
     and 2: they are rebuilt by ``_reconstruct`` and ``scalar``, which moved from ``numpy.core`` to
-    ``numpy._core``, and a checkpoint names the module of its writer.
+    ``numpy._core``, and a checkpoint names the module of its writer. Pickles call ``bytes`` for
+    what is empty.
     """
     multiarray = np._core.multiarray  # type: ignore[attr-defined]  # noqa: SLF001 - what pickles name
     named = [
@@ -71,7 +72,7 @@ def default_allowed() -> list[Any]:
         for module in ("numpy.core.multiarray", "numpy._core.multiarray")
     ]
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
-    plain = [SimpleNamespace, Namespace, PosixPath, io.BytesIO, Signals]
+    plain = [bytes, SimpleNamespace, Namespace, PosixPath, io.BytesIO, Signals]
     return [*plain, np.ndarray, np.dtype, *dtypes, *named]
 
 

@@ -62,6 +62,7 @@ STATE: dict[str, Any] = {
     "scalar": np.float64(2.5),
     "extra": SimpleNamespace(step=torch.tensor(7)),
     "wandb": None,
+    "empty": (b"", np.zeros((0, 3))),
 }
 
 
