@@ -1,13 +1,15 @@
 """The releases that wrote old checkpoints, downloaded once into pytest's cache.
 
 Each is in a directory of its own without what it depends on, but for the last one that has a Zarr
-backend of its own: its environment, with zarr 2.18 and numpy 1, serves them all.
+backend of its own: its environment, with zarr 2.18 and numpy 1, serves them all. Torch, which takes
+longer to install than everything else, is that of the tests.
 """
 
 import fcntl
 import os
 import shutil
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -46,4 +48,6 @@ def install(directory: Path) -> None:
         finished(sys.executable, *pip, *to, variables=variables, limit_s=LIMIT_S)
     venv.create(directory / "environment", with_pip=True)
     python = directory / "environment" / "bin" / "python"
-    finished(python, *pip, "-r", REQUIREMENTS, variables=variables, limit_s=LIMIT_S)
+    finished(python, *pip, "--no-deps", "-r", REQUIREMENTS, variables=variables, limit_s=LIMIT_S)
+    (own,) = (directory / "environment").glob("lib/*/site-packages")
+    (own / "ours.pth").write_text(sysconfig.get_path("purelib"))  # sought after its own
