@@ -233,19 +233,19 @@ class ElasticAgent:
         why = self._failures.reason(worker, code)
         if code == 0 and not worker.is_hung:
             why += " in the middle of the wrapped block"
-        self._failures.add(worker, rank, code)
+        restart_round = self._state.joined(worker.name)
+        self._failures.add(worker, rank, code, restart_round)
         mode = FaultMode.HANG if worker.is_hung else FaultMode.DEATH
         # First the end of the round, then the new place: no spare may join what has died.
-        self._end_round(worker, rank, mode, why)
+        self._end_round(restart_round, rank, mode, why)
         self._count_failure(rank, why)
         self._fill(rank, f"rank {rank} is gone: {why}")
 
-    def _end_round(self, worker: WorkerProcess, rank: int, mode: FaultMode, why: str) -> None:
-        """Have the other ranks leave the round that a worker has joined.
+    def _end_round(self, restart_round: int | None, rank: int, mode: FaultMode, why: str) -> None:
+        """Have the other ranks leave the round that a rank had joined, if any.
 
         Raises a RestartError where a new process could not join the others.
         """
-        restart_round = self._state.joined(worker.name)
         if restart_round is None:
             if self._store.has_foreign_keys("default_pg/"):
                 raise RestartError(f"rank {rank} died: {why}; {OUTSIDE}")

@@ -3,7 +3,7 @@
 import json
 import signal
 import socket
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,14 +35,21 @@ class Failures:
     def __init__(self, job: Job, error_file: str) -> None:
         self._job = job
         self._error_file = error_file
-        self._by_rank: defaultdict[int, list[ProcessFailure]] = defaultdict(list)
+        self._num_by_rank: Counter[int] = Counter()
+        self._last_round, self._last = -1, dict[int, ProcessFailure]()
         self.place = 0
 
-    def add(self, worker: WorkerProcess, rank: int, code: int) -> None:
-        """Count a rank's death, and record torch's event of it."""
+    def add(self, worker: WorkerProcess, rank: int, code: int, restart_round: int | None) -> None:
+        """Count a rank's death, and record torch's event of it.
+
+        ``restart_round`` is the one that the worker had joined, if any.
+        """
         failure = failure_of(worker, code, rank % self._job.num_ranks)
         self._record("FAILED", rank, failure)
-        self._by_rank[rank].append(failure)
+        self._num_by_rank[rank] += 1
+        if restart_round is not None and restart_round > self._last_round:
+            self._last_round, self._last = restart_round, {}  # the job has survived those before
+        self._last[rank] = failure
 
     def reason(self, worker: WorkerProcess, code: int) -> str:
         """Why a worker is gone, in words."""
@@ -63,15 +70,14 @@ class Failures:
 
     def counts(self) -> str:
         """How often ranks have died, the worst first; "" if none has."""
-        worst = sorted(self._by_rank.items(), key=lambda item: -len(item[1]))
-        return ", ".join(f"rank {rank} {len(found)}x" for rank, found in worst[:_MAX_NAMED])
+        worst = self._num_by_rank.most_common(_MAX_NAMED)
+        return ", ".join(f"rank {rank} {num}x" for rank, num in worst)
 
     def report(self, on_line: Callable[[str], None]) -> None:
-        """Report the last failure of each rank, with its traceback, as torchrun does."""
-        if not self._by_rank:
+        """Report the failures of the last restart round, with tracebacks, as torchrun does."""
+        if not self._last:
             return
-        last = {rank: failures[-1] for rank, failures in sorted(self._by_rank.items())}
-        error = ChildFailedError(" ".join(self._job.command), last)
+        error = ChildFailedError(" ".join(self._job.command), dict(sorted(self._last.items())))
         for line in str(error).strip().splitlines():
             on_line(line)
         _, first = error.get_first_failure()
@@ -86,7 +92,7 @@ class Failures:
             "hostname": socket.gethostname(),
             "state": state,
             "raw_error": None if failure is None else json.dumps(failure.error_file_data),
-            "agent_restarts": sum(map(len, self._by_rank.values())),
+            "agent_restarts": self._num_by_rank.total(),
         }
         source = EventSource.AGENT if rank is None else EventSource.WORKER
         name = f"torchelastic.worker.status.{state}"

@@ -214,6 +214,7 @@ def _called(
 _MEANINGS: Sequence[tuple[re.Pattern[str], type[CheckpointError]]] = (
     (re.compile(r"Missing key in checkpoint state_dict: (.+)\.", re.DOTALL), ArrayNotFoundError),
     (re.compile(r"Size mismatch .* for (.+)", re.DOTALL), PlanError),
+    (re.compile(r"Invalid checkpoint metadata for (.+), expected ", re.DOTALL), PlanError),
     (re.compile(r".*?key:(.+?) has overlapping chunks", re.DOTALL), CoverageError),
     (re.compile(r".*?key:(.+?) invalid fill tensor-volume", re.DOTALL), CoverageError),
     (re.compile(r".*?key:(.+?) has out of bounds chunk", re.DOTALL), PlanError),

@@ -221,11 +221,11 @@ class LocalCheckpointManager:
         Collective. Descriptions are checked, tensors are not: ``load`` may have to fall back. With
         -1, ``load`` tells by its error whether there was a checkpoint whose shards were lost.
         """
-        return next(iter(self.complete_iterations()), -1)
+        return next((step for step, is_complete in self.iterations().items() if is_complete), -1)
 
     @raises_megatron_errors
-    def complete_iterations(self) -> list[int]:
-        """Iterations whose shards are all there somewhere, the newest first.
+    def iterations(self) -> dict[int, bool]:
+        """Iterations, the newest first, and whether all their shards are there somewhere.
 
         Collective. Descriptions are checked, tensors are not.
         """
@@ -236,8 +236,10 @@ class LocalCheckpointManager:
             logger.warning("%s: incomplete local checkpoints: %s", self._directory, missing)
         if inventory.foreign and comm.rank == 0:
             logger.warning("%s", inventory.foreign)
-        lacking = inventory.missing().items()
-        return list(dict.fromkeys(save.iteration for (save, _), ranks in lacking if not ranks))
+        found = dict[int, bool]()
+        for (save, _), ranks in inventory.missing().items():
+            found[save.iteration] = found.get(save.iteration, False) or not ranks
+        return found
 
     @raises_megatron_errors
     def load(

@@ -47,7 +47,7 @@ class Candidate:
         tier: where it is.
         iteration: iteration of the training, or NO_STEP.
         name: its directory or URL; for the local tier the root of all.
-        is_finished: whether it has a marker, good or not.
+        is_finished: whether it has a marker, good or not; for the local tier, all shards.
         is_ours: whether it is of the training's present course; an unfinished one is taken to be.
     """
 
@@ -64,8 +64,7 @@ class Attempt:
 
     Attributes:
         tier: where it is.
-        iteration: iteration of the training; -1 if of each local save a shard is lost, which the
-            reason names.
+        iteration: iteration of the training; -1 if all files of all local saves are lost.
         name: its directory or URL.
         reason: why it was refused.
         is_unfinished: whether its save never ended.

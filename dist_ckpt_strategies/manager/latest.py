@@ -182,7 +182,10 @@ def _first_usable(
             if candidate.iteration == NO_STEP and isinstance(error, CheckpointNotFoundError):
                 continue  # there never was a local checkpoint
             place = candidate.tier, candidate.iteration, candidate.name, str(error)
-            attempts.append(Attempt(*place, is_unfinished=not candidate.is_finished))
+            was_there = candidate.is_finished or (
+                candidate.tier is Tier.LOCAL and not isinstance(error, CheckpointNotFoundError)
+            )
+            attempts.append(Attempt(*place, is_unfinished=not was_there))
             logger.warning("%s", attempts[-1])
         else:
             return replace(loaded, attempts=tuple(attempts)), attempts

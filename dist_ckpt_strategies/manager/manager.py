@@ -86,7 +86,7 @@ class TieredCheckpointManager(CheckpointReader):
         options: ManagerOptions | None = None,
         read_only: bool = False,
     ) -> None:
-        policy, options = policy or SavePolicy(), options or ManagerOptions()
+        policy, options = policy or SavePolicy(), (options or ManagerOptions()).anchored()
         if read_only and (local is not None or recovery is not None):
             raise PlanError("read_only: expected without local and recovery, which a training has")
         is_due = policy.local_every_steps is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Self
 
 from dist_ckpt_strategies.core.report import SaveMetrics
 from dist_ckpt_strategies.errors import PlanError
@@ -131,6 +132,12 @@ class ManagerOptions:
     exit_code: int = 128 + signal.SIGTERM
     lease_s: float | None = None
     metrics: Callable[[SaveMetrics], None] | str | Path | None = None
+
+    def anchored(self) -> Self:
+        """The same, for good: the script may change its directory."""
+        if self.metrics is None or callable(self.metrics):
+            return self
+        return replace(self, metrics=Path(self.metrics).absolute())
 
     def limits(self, default_s: float) -> tuple[float, float]:
         """``timeout_s`` and ``lease_s`` as they apply; a PlanError if they make no sense."""

@@ -51,9 +51,15 @@ class Poller:
         self.is_watching = False
         self._pending: tuple[Callable[[], list[int]], RunningSave | None] | None = None
 
-    def preempt(self, *_: object) -> None:
+    def preempt(self) -> None:
         """Have the next poll tell all ranks to end. Rank-local."""
         _ENDING.add(self._root)
+
+    def note_signal(self, number: int, *_: object) -> None:
+        """Handle a preemption signal, for the other managers of this process too. Rank-local."""
+        self.preempt()
+        if (other := _poller_of(self.replaced.get(number))) is not None:
+            other.note_signal(number)
 
     def is_preempted(self) -> bool:
         """Whether this rank was told to end. Rank-local."""
@@ -66,7 +72,8 @@ class Poller:
     def begin(self) -> None:
         """Begin anew, in a process group. Rank-local."""
         self._pending = None
-        if any(map(_left_by_attempt, self._options.preemption_signals)):
+        pollers = map(_poller_of, map(signal.getsignal, self._options.preemption_signals))
+        if any(poller and not poller.is_watching for poller in pollers):
             self.handle_signals()
 
     def handle_signals(self) -> None:
@@ -75,8 +82,10 @@ class Poller:
             return
         if threading.current_thread() is threading.main_thread():
             for number in self._options.preemption_signals:
-                left, before = _left_by_attempt(number), signal.signal(number, self.preempt)
-                self.replaced[number] = left.replaced[number] if left else before
+                before = signal.signal(number, self.note_signal)
+                while (left := _poller_of(before)) and not left.is_watching:
+                    before = left.replaced[number]  # an earlier attempt's
+                self.replaced[number] = before
         elif self._options.preemption_signals:
             logger.warning("preemption_signals: only the main thread can handle signals")
         self.is_watching = True
@@ -89,8 +98,14 @@ class Poller:
         self.is_watching, self._pending = False, None
         if runs_again:
             return
-        for number, handler in self.replaced.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        for number, before in self.replaced.items():
+            above, over = None, _poller_of(signal.getsignal(number))
+            while over is not None and over is not self:
+                above, over = over, _poller_of(over.replaced.get(number))
+            if above is not None and over is self:  # of another manager, opened later
+                above.replaced[number] = before
+            elif over is self:
+                signal.signal(number, before or signal.SIG_DFL)
         self.replaced.clear()
 
     def ask(
@@ -167,11 +182,10 @@ class Poller:
         return _GLOBAL * (tier is Tier.GLOBAL) | _LOCAL * (tier is Tier.LOCAL)
 
 
-def _left_by_attempt(number: int) -> Poller | None:
-    """The poller of an attempt before that notes the signal, if any."""
-    poller = getattr(signal.getsignal(number), "__self__", None)
-    is_left = isinstance(poller, Poller) and not poller.is_watching
-    return poller if is_left else None
+def _poller_of(handler: Any) -> Poller | None:
+    """The poller whose method a handler of a signal is, if any."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Poller) else None
 
 
 def _raise_any(failures: list[Exception]) -> None:

@@ -81,10 +81,15 @@ class LocalTier:
     def newest(self, _: Communicator, /) -> list[Candidate]:
         """The candidates for a load, the newest first.
 
-        If none is complete, ``load`` of the one candidate tells why.
+        With those that lack shards, if they are newer than all complete ones: ``load`` tells which.
         """
-        steps = self._manager.complete_iterations() or [NO_STEP]
-        return [Candidate(Tier.LOCAL, step, str(self)) for step in steps]
+        steps = self._manager.iterations() or {NO_STEP: True}  # its ``load`` tells if all are lost
+        newest = max((step for step, is_complete in steps.items() if is_complete), default=NO_STEP)
+        return [
+            Candidate(Tier.LOCAL, step, str(self), is_complete)
+            for step, is_complete in steps.items()
+            if is_complete or step > newest
+        ]
 
     def load(self, comm: Communicator, candidate: Candidate, read: Read | None) -> Loaded:
         """Load just this candidate; a CheckpointError says why that is not possible."""

@@ -136,8 +136,16 @@ def make_directories(directory: Path) -> None:
     except OSError as error:  # an NFS server may refuse before it finds that it is there
         if not (isinstance(error, FileExistsError) or directory.is_dir()):
             raise
+        _require_target(directory)
         return
     sync_path(directory.parent)
+
+
+def _require_target(path: Path) -> None:
+    """Raise a NotADirectoryError if it is a symbolic link to something that does not exist."""
+    if path.is_symlink() and not path.exists():
+        why = f"is a symbolic link to {path.readlink()}, which does not exist: mount or make that"
+        raise NotADirectoryError(errno.ENOTDIR, why, str(path))
 
 
 def sync_path(path: Path | str) -> None:
@@ -193,7 +201,12 @@ def new_file(path: str, *, is_flushed: bool = True) -> Iterator[int]:
         handle = os.open(path, _CREATE, 0o666)
     except FileNotFoundError:
         raise_if_cancelled()
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+        except FileExistsError:
+            for parent in Path(path).parents:
+                _require_target(parent)
+            raise
         handle = os.open(path, _CREATE, 0o666)
     try:
         yield handle

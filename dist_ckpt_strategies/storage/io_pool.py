@@ -55,6 +55,8 @@ def storage_error(
     not_found: type[StorageError] = IncompleteCheckpointError,
 ) -> StorageError:
     """The StorageError for an OSError on a file of a checkpoint."""
+    if isinstance(error, NotADirectoryError):
+        path = error.filename or path
     lead = f"{key}: " if key else ""
     if isinstance(error, FileNotFoundError):
         return not_found(f"{lead}{path} does not exist", key=key, path=str(path))

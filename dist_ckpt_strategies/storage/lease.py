@@ -61,6 +61,7 @@ class Lease:
         self._num_beats = 0
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._pid = 0
 
     def acquire(self, timeout_s: float, jobs: Collection[str] = ()) -> None:
         """Take the lock; wait while it is not known whether its holder lives.
@@ -88,13 +89,11 @@ class Lease:
             lease_s = float(str(holder.get("lease_s", self._lease_s)))
             has_run_out = now - since > lease_s or has_ended(str(holder.get("process")))
             is_of_job = _is_own(holder) or holder.get("job") in jobs
-            if not number or has_run_out or is_of_job:
-                if self._take(number + 1, holder):
-                    return
-            elif now - began > timeout_s:
+            if (not number or has_run_out or is_of_job) and self._take(number + 1, holder):
+                return
+            if now - began > timeout_s:
                 raise self._locked(holder, f"may be alive after {timeout_s:g} s of waiting")
-            else:
-                time.sleep(min(0.5, self._lease_s / 20))
+            time.sleep(min(0.5, self._lease_s / 20))
 
     def require(self) -> None:
         """Raise CheckpointChangedError unless this process still holds the lock."""
@@ -115,8 +114,11 @@ class Lease:
             raise self._locked(holder, f"has taken over, {why}")
 
     def release(self) -> None:
-        """Give the lock back, if this has it; an error is logged: the lock runs out by itself."""
-        if self._thread is None:
+        """Give the lock back, if this has it; an error is logged: the lock runs out by itself.
+
+        A process that was forked from the holder does not have it.
+        """
+        if self._thread is None or self._pid != os.getpid():
             return
         atexit.unregister(self.release)
         self._is_over.set()
@@ -147,6 +149,7 @@ class Lease:
         self._is_over.clear()
         self._thread = threading.Thread(target=self._beat, name="dist-ckpt-lease", daemon=True)
         self._thread.start()
+        self._pid = os.getpid()
         if before:
             logger.warning("%s: took over from %s", self._place, _name(before))
         atexit.register(self.release)  # of a script that ends without it

@@ -182,10 +182,15 @@ def lose_local_saves(_rank: int, root: str, backend: tuple[str, int]) -> None:
     (damaged,) = map(str, found.attempts)
     assert "iteration 20" in damaged
     assert re.search(r"iter_0000020_1_local_\w+\.safetensors.* have digest", damaged)
+    run.lose("node*/**/iter_0000020_1_local_*.safetensors")
+    (lost,) = map(str, run.require(Tier.LOCAL, 10).attempts)
+    assert "iteration 20: no rank has the shards of ranks 1" in lost
     run.lose("node*/**/iter_*_1_local_*.safetensors")
     words = "can be loaded.*iteration 20: no rank has the shards of ranks 1"
     with pytest.raises(StorageError, match=words):
         load_latest(run.manager, [])
+    run.save_globally(5)
+    assert [one.iteration for one in run.require(Tier.GLOBAL, 5).attempts] == [20, 10]
 
 
 def look_for_the_newest(rank: int, root: str, backend: tuple[str, int]) -> None:

@@ -37,7 +37,7 @@ from dist_ckpt_strategies import (
     save,
 )
 from dist_ckpt_strategies.config import JOB
-from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError
+from dist_ckpt_strategies.errors import CheckpointChangedError, PlanError, StorageError
 from dist_ckpt_strategies.local import LazyCliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
 from dist_ckpt_strategies.recovery import CheckpointManager
@@ -409,6 +409,61 @@ def test_an_error_outside_of_attempts_gives_the_signals_back(tmp_path: Path) -> 
         raise ValueError("on purpose")
 
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_reaches_all_open_managers_of_a_process(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    managers = [TieredCheckpointManager(tmp_path / str(n), options=OPTIONS) for n in range(3)]
+    for manager in managers:
+        manager.save(1, Training().state_dict(), force=True)
+    first, second, third = managers
+    second.close()
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert [manager.is_preempted() for manager in managers] == [True, False, True]
+    for manager in (first, third):
+        with pytest.raises(SystemExit, match="143"):
+            manager.save(2, Training().state_dict())
+        assert manager.all_steps() == [1, 2]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_give_back_the_lock_of_its_parent(tmp_path: Path) -> None:
+    with TieredCheckpointManager(tmp_path, options=OPTIONS) as manager:
+        child = os.fork()
+        if child == 0:
+            manager.release()  # as at the end of a script
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+        assert manager.save(1, Training().state_dict(), force=True)
+
+
+def test_a_root_that_is_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.symlink_to("scratch")
+    state, options = Training().state_dict(), OPTIONS
+
+    for act in (
+        lambda: TieredCheckpointManager(root, options=options).save(1, state, force=True),
+        lambda: save(state, root / "iter_0000001"),
+    ):
+        with pytest.raises(StorageError, match=r"checkpoints: is a symbolic link to scratch, "):
+            act()
+
+
+def test_relative_paths_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = replace(OPTIONS, metrics="events.jsonl")
+    with TieredCheckpointManager("run", options=options) as manager:
+        monkeypatch.chdir("/")
+        manager.save(1, Training().state_dict(), force=True)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "run"}
 
 
 ENDING = """
