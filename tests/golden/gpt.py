@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    apply_factories,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout

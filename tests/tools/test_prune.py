@@ -18,10 +18,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager
-from dist_ckpt_strategies.errors import (
-    PlanError,
-    StorageError,
-)
+from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan, prune
 from tests.support.checkpoints import (
     WEIGHT,
