@@ -1,6 +1,7 @@
 """Settings of the suite."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from tests.support.processes import PYTHONPATH
 from tests.support.quick_start import sitecustomize  # noqa: F401 - before Megatron-Core
 
 os.environ["PYTHONPATH"] = PYTHONPATH
+
+# Else each process compiles the package, and each worker rewrites the asserts of all tests, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # torch looks up the name of every peer that a store's client connects to. Where no name server
 # answers, that takes 5 s; /etc/hosts is still read.
@@ -26,8 +31,8 @@ settings.load_profile("suite")
 
 
 _LONG = (
-    *("benchmarks/test_scripts.py", "cluster", "faults/test_campaign.py", "interop"),
-    *("packaging", "seams", "stores"),
+    *("benchmarks/test_scripts.py", "cluster/", "faults/test_campaign.py", "interop/"),
+    *("packaging/", "seams/", "stores/"),
     *("comm/test_interruptible_gloo.py", "inprocess/test_elastic_agent.py"),
     *("inprocess/test_nodes.py", "inprocess/test_scripts.py", "cli/test_ranks.py"),
     *("cli/test_bench.py", "recovery/test_megatron_layouts.py", "strategies/test_queues.py"),
@@ -38,13 +43,14 @@ _LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what ``tox -e py`` leaves to CI; a server is another process."""
-    root = Path(__file__).parent
+    start = len(str(Path(__file__).parent)) + 1
     for item in items:
-        if any(item.path.is_relative_to(root / name) for name in _LONG):
+        name = str(item.path)[start:]
+        if name.startswith(_LONG):
             item.add_marker(pytest.mark.long)
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
-        if item.path.is_relative_to(root / "stores"):
+        if name.startswith("stores/"):
             item.add_marker(pytest.mark.multiprocess)
 
 

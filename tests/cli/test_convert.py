@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from tests.cli.commands import PROGRAM, json_of, run
+from tests.cli.commands import json_of, run
 from tests.support.checkpoints import (
     EMPTY,
     NESTED,
@@ -53,6 +54,16 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> N
     )
 
 
+COMMANDS = """
+import sys
+from typer.testing import CliRunner
+from dist_ckpt_strategies.cli.app import app
+for args in sys.argv[1:]:
+    done = CliRunner().invoke(app, args.split(","))
+    assert done.exit_code == 0, done.output
+"""
+
+
 def test_conversions_need_no_megatron_and_only_torch_dist_needs_torch(
     written: Path, tmp_path: Path
 ) -> None:
@@ -60,18 +71,15 @@ def test_conversions_need_no_megatron_and_only_torch_dist_needs_torch(
         (tmp_path / f"no {module}" / module).mkdir(parents=True)
         (tmp_path / f"no {module}" / module / "__init__.py").write_text("raise ImportError('no')")
 
-    for command in (
-        ("convert", "--to", "pack"),
-        ("convert", "--to", "zarr@3"),
-        ("copy",),
-        ("convert", "--to", "torch_dist"),
+    for without, options in (
+        (("no megatron", "no torch"), ("convert,--to,pack", "convert,--to,zarr@3", "copy")),
+        (("no megatron",), ("convert,--to,torch_dist",)),
     ):
-        target = tmp_path / "-".join(command)
-        args = (command[0], written, target, *command[1:])
-        without = ["no megatron"] if "torch_dist" in command else ["no megatron", "no torch"]
+        targets = [tmp_path / command.rpartition(",")[2] for command in options]
+        commands = [f"{c},{written},{t}" for c, t in zip(options, targets, strict=True)]
         path = os.pathsep.join([*(str(tmp_path / n) for n in without), os.environ["PYTHONPATH"]])
-        finished(*PROGRAM, *args, variables={"PYTHONPATH": path})
-        assert run("diff", written, target).exit_code == 0
+        finished(sys.executable, "-c", COMMANDS, *commands, variables={"PYTHONPATH": path})
+        assert [run("diff", written, target).exit_code for target in targets] == [0] * len(targets)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -63,9 +63,10 @@ def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
 def test_a_rank_in_a_process_of_its_own_carries_out_its_task(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = run_task(RankTask(ParallelLayout(), SMALL, tmp_path))
+    short = replace(SMALL, num_before_save=1, num_after_save=1)
+    outcome = run_task(RankTask(ParallelLayout(), short, tmp_path))
 
-    assert sorted(outcome.losses) == list(range(SMALL.num_before_save + SMALL.num_after_save))
+    assert sorted(outcome.losses) == [0, 1]
     assert len(outcome.digests) == 4 * 17
     lines = capfd.readouterr().out.splitlines()
     for line, step in zip(lines, ("train, ite", "save", "train on, ite"), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import chain
 from typing import Any
 
@@ -12,11 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    apply_factories,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
@@ -72,7 +69,7 @@ class Trainee:
 
 
 def whole_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every global tensor, assembled without this package. Collective: world.
+    """Every global tensor, assembled on rank 0 without this package. Collective: world.
 
     A mistake that loads and saves share would not be seen in what is saved and read back.
     """
@@ -82,9 +79,12 @@ def whole_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
         for shard in nested_values(state)
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]
+    content = BytesIO()
+    torch.save(own, content)  # at once: a pickle of each tensor takes seconds
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    dist.gather_object(content.getvalue(), gathered if dist.get_rank() == 0 else None)
+    parts = [torch.load(BytesIO(part), weights_only=False) for part in gathered if part]
     whole: dict[str, torch.Tensor] = {}
-    for key, shape, index, data in chain.from_iterable(gathered):
+    for key, shape, index, data in chain.from_iterable(parts):
         whole.setdefault(key, torch.zeros(shape, dtype=data.dtype))[index] = data
     return whole

@@ -20,11 +20,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-from dist_ckpt_strategies.errors import (
-    MissingDependencyError,
-    RestartError,
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import MissingDependencyError, RestartError, StrategyError
 from dist_ckpt_strategies.inprocess.abort import (
     CheckpointlessAbortManager,
     Compose,

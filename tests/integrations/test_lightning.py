@@ -32,10 +32,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     PlannedFault,
     TieredCheckpointCallback,
 )
-from dist_ckpt_strategies.integrations.lightning_state import (  # noqa: E402
-    call_after_closure,
-    clear_tensor_hooks,
-)
+from dist_ckpt_strategies.integrations.lightning_state import call_after_closure, clear_tensor_hooks  # noqa: E402
 from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
 from tests.integrations.lightning_training import QUIET, Model, fit, loader, notes  # noqa: E402
 from tests.support.ranks import RankDiedError, run_processes  # noqa: E402

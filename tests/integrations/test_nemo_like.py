@@ -15,10 +15,7 @@ pl: Any = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 from megatron.core import num_microbatches_calculator, parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 

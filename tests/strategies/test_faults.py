@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -37,7 +37,14 @@ from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.checkpoints import flip_at, pack_of, tensor_end
-from tests.support.disks import fill_disk, fill_inodes, read_only, tiny_ext4, tiny_tmpfs
+from tests.support.disks import (
+    fill_disk,
+    fill_inodes,
+    read_only,
+    tiny_ext4,
+    tiny_tmpfs,
+    without_root,
+)
 from tests.support.entries import (
     FORMATS,
     PACKS,
@@ -72,7 +79,6 @@ pytestmark = pytest.mark.multiprocess
 
 CULPRIT = 2
 KEY = "own.2"
-NOBODY = 65534
 TIMEOUT_S = 100.0
 
 
@@ -97,19 +103,6 @@ def scratch() -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
-
-
-@contextmanager
-def without_root() -> Iterator[None]:
-    """The block runs as nobody, in this process alone; permissions mean nothing to root."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 ZARRAY, CHUNK = f"{KEY}/.zarray", f"{KEY}/0.0"

@@ -25,13 +25,13 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
+from tests.strategies.test_kill_table import state_of, value_in
 from tests.support.entries import (
     FORMATS,
     PACKS,
     ZARR,
     Entry,
     default_format,
-    load,
     require_on_ranks,
     require_refused,
     save,
@@ -41,27 +41,6 @@ from tests.support.system_calls import before_calls
 pytestmark = pytest.mark.multiprocess
 
 TORCH_DIST = ("torch_dist", 1)
-ROWS = 1 << 15
-LIMIT_S = 3.0
-
-
-def state_of(rank: int, size: int, value: float, extra: str = "b") -> dict[str, Any]:
-    """Two arrays that ranks share, one under a name of its own, an object and common state."""
-    rows = torch.full((ROWS // size, 8), value)
-    return {
-        "w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, size)),
-        "x": ShardedTensor.from_rank_offsets(f"n/{extra}", rows + 0.5, (0, rank, size)),
-        "o": ShardedObject("o", value, (size,), (rank,)),
-        "value": value,
-    }
-
-
-def value_in(rank: int, size: int, root: Path, extra: str = "b", entry: Entry = Entry.OURS) -> Any:
-    """The value that everything in a checkpoint holds; a list where it differs."""
-    found = load(entry, state_of(rank, size, -1.0, extra), root)
-    values = {*found["w"].unique().tolist(), found["o"], found["value"]}
-    values.update((found["x"] - 0.5).unique().tolist())
-    return values.pop() if len(values) == 1 else sorted(values)
 
 
 # Commits of format 1 that break off; kills are in test_kill_table
@@ -69,7 +48,7 @@ def value_in(rank: int, size: int, root: Path, extra: str = "b", entry: Entry = 
 
 def fails_in_commit(rank: int, root: Path) -> None:
     """One rename fails once the old files are moved aside: neither they nor the new ones go."""
-    dist_ckpt_strategies.save(state_of(rank, 1, 1.0), root, ZARR)
+    dist_ckpt_strategies.save(state_of(1.0), root, ZARR)
     old = {path.stat().st_ino for path in root.rglob("*") if path.name == "0.0"}
     failed: list[str] = []
 
@@ -79,14 +58,14 @@ def fails_in_commit(rank: int, root: Path) -> None:
             raise OSError(errno.EIO, "injected")
 
     with before_calls(fail_once, ["replace", "rename"]), pytest.raises(StorageError):
-        dist_ckpt_strategies.save(state_of(rank, 1, 2.0), root, ZARR, overwrite=True)
+        dist_ckpt_strategies.save(state_of(2.0), root, ZARR, overwrite=True)
     left = {path.stat().st_ino for path in root.rglob("*")}
     assert failed
     assert Path(failed[0]).exists()
     assert old
     assert old <= left
-    dist_ckpt_strategies.save(state_of(rank, 1, 3.0), root, ZARR, overwrite=True)
-    assert value_in(rank, 1, root) == 3.0
+    dist_ckpt_strategies.save(state_of(3.0), root, ZARR, overwrite=True)
+    assert value_in(root) == 3.0
 
 
 def test_a_commit_that_fails_half_way_keeps_the_files_of_both(tmp_path: Path) -> None:
@@ -108,44 +87,44 @@ def with_a_gap(rank: int) -> dict[str, Any]:
 def relative_paths(rank: int, scratch: Path) -> None:
     os.chdir(scratch)
     relative = Path("relative")
-    save(Entry.OURS, state_of(rank, SIZE, 5.0), relative)
+    save(Entry.OURS, state_of(5.0, rank, SIZE), relative)
     (scratch / "a").mkdir(exist_ok=True)
     for place in (relative, scratch / "a" / ".." / relative):
-        assert [value_in(rank, SIZE, place, entry=entry) for entry in Entry] == [5.0, 5.0]
-    save(Entry.OURS, state_of(rank, SIZE, 7.0, "new"), relative, overwrite=True)
-    assert value_in(rank, SIZE, relative, extra="new") == 7.0
+        assert [value_in(place, entry, rank, SIZE) for entry in Entry] == [5.0, 5.0]
+    save(Entry.OURS, state_of(7.0, rank, SIZE, "new"), relative, overwrite=True)
+    assert value_in(relative, Entry.OURS, rank, SIZE, "new") == 7.0
 
 
 def wrapped_strategies(rank: int, scratch: Path) -> None:
     """They remove nothing unasked."""
     wrapped, root = FullyParallelSaveStrategyWrapper(PackSaveShardedStrategy()), scratch / "c"
-    save(Entry.OURS, state_of(rank, SIZE, 1.0), root)
+    save(Entry.OURS, state_of(1.0, rank, SIZE), root)
     over = partial(save, Entry.OURS, root=root, sharded_strategy=wrapped, overwrite=True)
     require_refused(partial(over, with_a_gap(rank), **UNCHECKED), CoverageError)
-    assert value_in(rank, SIZE, root) == 1.0
-    over(state_of(rank, SIZE, 2.0, "new"))
-    assert value_in(rank, SIZE, root, extra="new") == 2.0
+    assert value_in(root, Entry.OURS, rank, SIZE) == 1.0
+    over(state_of(2.0, rank, SIZE, "new"))
+    assert value_in(root, Entry.OURS, rank, SIZE, "new") == 2.0
     dist.barrier()
     (root / "metadata.json").unlink(missing_ok=True)
     dist.barrier()
     over = partial(over, overwrite=False)
-    require_refused(partial(over, state_of(rank, SIZE, 3.0)), CheckpointExistsError)
+    require_refused(partial(over, state_of(3.0, rank, SIZE)), CheckpointExistsError)
 
 
 def megatron_after_an_interrupted_commit(rank: int, scratch: Path) -> None:
     """Our save breaks off while it moves its files into place; Megatron-Core's comes after it."""
     root = scratch / "c"
-    save(Entry.OURS, state_of(rank, SIZE, 1.0), root)
-    broken = partial(save, Entry.OURS, state_of(rank, SIZE, 2.0), root, overwrite=True)
+    save(Entry.OURS, state_of(1.0, rank, SIZE), root)
+    broken = partial(save, Entry.OURS, state_of(2.0, rank, SIZE), root, overwrite=True)
     with before_calls(break_off, ["rename", "replace"]):
         require_refused(broken, StorageError, "on purpose")
     dist.barrier()
     if default_format() == PACKS:
-        assert value_in(rank, SIZE, root) == 1.0
+        assert value_in(root, Entry.OURS, rank, SIZE) == 1.0
         assert len(list(root.glob("packs/*/*"))) == SIZE
         dist.barrier()
-    save(Entry.MEGATRON, state_of(rank, SIZE, 3.0), root)
-    assert value_in(rank, SIZE, root) == 3.0
+    save(Entry.MEGATRON, state_of(3.0, rank, SIZE), root)
+    assert value_in(root, Entry.OURS, rank, SIZE) == 3.0
 
 
 def break_off(_: str, path: str) -> None:
@@ -163,8 +142,8 @@ def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> 
     """Saves that cannot be carried out, over a checkpoint that may be replaced."""
     root, local = scratch / "c", ("local_replicated", 1)
     gap = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))}
-    new = state_of(rank, SIZE, 2.0)
-    dist_ckpt_strategies.save(state_of(rank, SIZE, 1.0), root, default_format())
+    new = state_of(2.0, rank, SIZE)
+    dist_ckpt_strategies.save(state_of(1.0, rank, SIZE), root, default_format())
     unsafe = new | {"common": Foreign()}
     unsafe_object = new | {"o": ShardedObject("o", Foreign(), (SIZE,), (rank,))}
     saves = partial(dist_ckpt_strategies.save, overwrite=True)
@@ -175,7 +154,7 @@ def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> 
         partial(saves, new, root, TORCH_DIST, async_sharded_save=True),
     ):
         require_refused(call, StrategyError, "in the background")
-        assert value_in(rank, SIZE, root) == 1.0
+        assert value_in(root, Entry.OURS, rank, SIZE) == 1.0
     tries = [
         (saves, ("nothing", 1), new),
         *product([saves], [*FORMATS, TORCH_DIST, local], [unsafe, gap]),
@@ -184,7 +163,7 @@ def what_is_refused_leaves_the_finished_checkpoint(rank: int, scratch: Path) -> 
     ]
     for act, backend, state in tries:
         require_refused(partial(act, state, root, backend), CheckpointError)
-        assert value_in(rank, SIZE, root) == 1.0, (act, backend)
+        assert value_in(root, Entry.OURS, rank, SIZE) == 1.0, (act, backend)
     assert len(list(root.glob("packs/*/*"))) == SIZE
 
 

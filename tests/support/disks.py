@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, where this machine allows to make some."""
+"""Disks that are full or read-only, where this machine allows to make some, and the user nobody."""
 
 import os
 import shutil
@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+NOBODY = 65534
 
 
 @contextmanager
@@ -55,6 +57,19 @@ def read_only(directory: Path) -> Iterator[None]:
         yield
     finally:
         _run("mount", "-o", "remount,rw", str(directory))
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """The block runs as nobody, in this process alone; permissions mean nothing to root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def fill_disk(directory: Path, *, leaving_nbytes: int = 0) -> None:

@@ -4,15 +4,7 @@ import random
 
 import torch
 
-from tests.support.sharding import (
-    ALL_DTYPES,
-    Cut,
-    Part,
-    at_random,
-    in_runs,
-    on_grid,
-    replicated,
-)
+from tests.support.sharding import ALL_DTYPES, Cut, Part, at_random, in_runs, on_grid, replicated
 
 
 def scattered() -> list[Cut]:

@@ -28,6 +28,7 @@ _FAREWELL_S = 5.0
 _END_S = 60.0  # from the end of a pipe to that of its process
 _PRELOADED = (
     "tensorstore",
+    "torch._dynamo",  # which the first call of an optimizer imports
     "dist_ckpt_strategies.comm.torch_communicator",
     "dist_ckpt_strategies.strategies.load",
     "dist_ckpt_strategies.strategies.local_replicated",

@@ -38,7 +38,7 @@ class SilentDisk:
         if is_first:
             time.sleep(self._slow_s)
         if is_silent:
-            self.is_back.wait(20.0)
+            self.is_back.wait(200.0)  # longer than a process may take to end
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import SavePolicy, TieredCheckpointManager
-from dist_ckpt_strategies.errors import (
-    PlanError,
-    StorageError,
-)
+from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.tools.prune import PruneDecision, Status, build_prune_plan, prune
 from tests.support.checkpoints import (
     WEIGHT,
@@ -33,6 +30,7 @@ from tests.support.checkpoints import (
     write_object,
     write_packs,
 )
+from tests.support.disks import NOBODY, without_root
 from tests.support.system_calls import dying_at_change
 
 OLD_S = 7200
@@ -144,16 +142,6 @@ def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path
     assert names_in(tmp_path) == before
 
 
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """As nobody; root may read everything."""
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 @pytest.mark.parametrize(
     ("unreadable", "removed", "sample"),
@@ -175,10 +163,10 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
         put(samples / f"{sample}_unfinished", root, 5)
         below = {"one": WEIGHT, "packs": "packs"}[sample]
         for path in (root, *root.rglob("*")):
-            os.chown(path, 65534, 65534)
+            os.chown(path, NOBODY, NOBODY)
         locked = root / unreadable.replace("below", below)
         locked.chmod(0)
-        with unprivileged():
+        with without_root():
             report = prune(root, keep_last=1, keep_every=2, unfinished=True, older_than_s=0)
         name = Path(unreadable).parts[0]
         kept = {one.name: one for one in report.kept}
@@ -190,7 +178,7 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
         locked.chmod(0o755)
         assert len(names_in(root)) == 6 - len(removed)
         root.chmod(0)
-        with unprivileged(), pytest.raises(StorageError, match=str(root)):
+        with without_root(), pytest.raises(StorageError, match=str(root)):
             prune(root, keep_last=1)
         root.chmod(0o755)
 
