@@ -109,7 +109,7 @@ def printed_by(
     directory.mkdir(exist_ok=True)
     path = directory / "train.py"
     path.write_text(script)
-    return run_restartable(size, run_page, str(path), size, interrupted, timeout_s=150)
+    return run_restartable(size, run_page, str(path), size, interrupted, timeout_s=300)
 
 
 @pytest.mark.multiprocess

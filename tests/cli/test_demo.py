@@ -37,7 +37,6 @@ def run_captured(keep: Path | None, training: Training) -> tuple[int, str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(300)
 def test_the_demo_shows_that_all_states_are_bit_identical(tmp_path: Path) -> None:
     status, text = run_captured(tmp_path / "kept", SMALL)
 

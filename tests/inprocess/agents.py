@@ -11,7 +11,7 @@ import pytest
 from tests.support.ports import HOST, free_port
 from tests.support.processes import is_running, until
 
-LIMIT_S = 200
+LIMIT_S = 500
 RUN = (sys.executable, "-m", "dist_ckpt_strategies.cli", "run")
 Agent = subprocess.Popen[str]
 

@@ -178,6 +178,6 @@ def train(rank: int, store_port: int, master_port: int) -> Any:
 @pytest.mark.multiprocess
 def test_a_block_is_run_again_under_an_agent(store_port: int) -> None:
     ports = store_port, free_port()
-    found = run_processes(SIZE, train, *ports, makes_group=False, timeout_s=150)
+    found = run_processes(SIZE, train, *ports, makes_group=False, timeout_s=300)
 
     assert found == [((NUM_FAULTS + 2, float(SIZE), SIZE), 1)] * SIZE, found

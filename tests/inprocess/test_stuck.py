@@ -13,7 +13,7 @@ from tests.inprocess import stuck_file_system
 from tests.inprocess.agents import Agents
 from tests.support.processes import is_running, until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 
 STUCK = """
 from dist_ckpt_strategies.inprocess import HPCallWrapper, HPWrapper

@@ -454,7 +454,9 @@ def refuse_to_load(rank: int, root: Path) -> None:
     assert (missing.key, missing.path) == ("ww", str(root))
     assert str(missing).endswith(f"no such key among the 2 in {root}; similar ones: w")
     larger = refused(PlanError, {"w": torch.zeros(7)})
-    assert (larger.key, larger.path) == ("w", str(root))
+    number = refused(PlanError, {"w": 0})
+    for error in (larger, number):
+        assert (error.key, error.path) == ("w", str(root))
     assert refused(UnsafeObjectError, {"f": 1}).key == "f"
     refused(CheckpointNotFoundError, own, root / "nothing")
     require_named(lambda: load({"loader": Broken(rank)}, root, timeout_s=60), rank)

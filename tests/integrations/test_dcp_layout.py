@@ -83,7 +83,6 @@ def train(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_training_of_the_page_ends_with_the_same_bits_after_faults(tmp_path: Path) -> None:
     code, whole_run, text = train(tmp_path / "whole", 1)
     assert (code, len(whole_run)) == (0, 1), text

@@ -180,7 +180,6 @@ def is_preempted(rank: int, root: Path, preempted_in: int | None) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(240)
 def test_a_preempted_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     for name in ("preempted", "undisturbed"):
         (tmp_path / name).mkdir()

@@ -25,7 +25,7 @@ from tests.support.entries import Failure, logged, outcome
 from tests.support.ranks import done_by
 from tests.support.system_calls import before_calls
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 NAN = math.nan
 

@@ -49,7 +49,7 @@ from tests.support.ranks import RankDiedError, allow_processes, forkserver, run_
 from tests.support.restarts import Wrappers, join_group, run_restartable
 from tests.support.system_calls import before_calls
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 NUM_STEPS = 120
 TRACKER = "latest_checkpointed_iteration.txt"

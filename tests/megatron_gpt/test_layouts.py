@@ -117,7 +117,6 @@ TRAINING = Training(
 )
 
 
-@pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     ("saved", "loaded", "training"),
     [

@@ -20,8 +20,6 @@ from tests.support.object_stores import ObjectStore
 from tests.support.processes import until
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(180)
-
 POLICY = SavePolicy(every_steps=2, keep_last=2)
 OPTIONS = ManagerOptions(timeout_s=60.0, lease_s=8.0)
 

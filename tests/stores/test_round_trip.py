@@ -69,4 +69,4 @@ def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> None:
 @ONE_SERVER
 def test_every_layout_and_key_comes_back_in_another(store: ObjectStore, bucket: str) -> None:
     args = (store.variables, f"s3://{bucket}/deep")
-    assert run_processes(SIZE, save_and_load_all, *args, timeout_s=150) == [None] * SIZE
+    assert run_processes(SIZE, save_and_load_all, *args, timeout_s=300) == [None] * SIZE

@@ -85,8 +85,8 @@ def _loaded(rank: int, root: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_the_trained_part_is_saved_and_all_is_loaded_at_another_layout(tmp_path: Path) -> None:
-    assert run_processes(2, _saved, tmp_path, timeout_s=150) == [None] * 2
-    assert run_processes(3, _loaded, tmp_path, timeout_s=150) == [None] * 3
+    assert run_processes(2, _saved, tmp_path, timeout_s=300) == [None] * 2
+    assert run_processes(3, _loaded, tmp_path, timeout_s=300) == [None] * 3
     for name in ("sync", "async", "alone"):
         fields = json_of("inspect", tmp_path / name, code=0)
         assert [array["key"] for array in fields["arrays"]] == [

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.tools.diff import Difference
 from tests.support.entries import PACKS, outcome, require_failure, require_on_ranks
 from tests.support.ranks import allow_torch_dist
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.multiprocess
 
 SHAPE = (64, 2048)
 """Of what each rank holds: two ranges of digests and more in float32."""

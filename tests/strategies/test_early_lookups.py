@@ -91,7 +91,7 @@ def record_lookups(rank: int, scratch: Path) -> dict[str, list[str]]:
 
 @pytest.mark.multiprocess
 def test_no_rank_looks_up_what_another_makes_later(tmp_path: Path) -> None:
-    assert run_processes(2, record_lookups, tmp_path, timeout_s=150) == [{}] * 2
+    assert run_processes(2, record_lookups, tmp_path, timeout_s=300) == [{}] * 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])

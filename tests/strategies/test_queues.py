@@ -9,7 +9,7 @@ import pytest
 from tests.support.ports import free_port
 from tests.support.processes import finished
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.multiprocess
 
 SCRIPT = Path(__file__).with_name("queue_script.py")
 

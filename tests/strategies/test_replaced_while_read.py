@@ -166,7 +166,7 @@ def load_what_each_rank_sees(rank: int, scratch: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_ranks_that_open_different_saves_are_refused(tmp_path: Path) -> None:
-    assert run_processes(2, load_what_each_rank_sees, tmp_path, timeout_s=150) == [None] * 2
+    assert run_processes(2, load_what_each_rank_sees, tmp_path, timeout_s=300) == [None] * 2
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from dist_ckpt_strategies.local import LocalCheckpointManager
 from dist_ckpt_strategies.strategies.safetensors import PackSaveShardedStrategy
 from tests.support.entries import PACKS, logged, outcome, require_failure, require_on_ranks
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.multiprocess
 
 Save = Callable[[dict[str, Any], int], object]
 

@@ -149,7 +149,7 @@ def require_on_ranks(
 
     ``default`` is what ``save`` saves if it is not told.
     """
-    found = done_by(size, _run_registered, act, args, default, timeout_s=150.0)
+    found = done_by(size, _run_registered, act, args, default, timeout_s=300)
     assert found == [None] * size
 
 

@@ -15,7 +15,7 @@ PYTHONPATH = f"{Path(__file__).with_name('quick_start')}{os.pathsep}{_ROOT}"
 _T = TypeVar("_T")
 
 
-def until(is_so: Callable[[], _T], limit_s: float = 150.0) -> _T:
+def until(is_so: Callable[[], _T], limit_s: float = 300.0) -> _T:
     """The first result of a function that is true; fails after the limit."""
     deadline = time.monotonic() + limit_s
     while not (found := is_so()):
@@ -28,7 +28,7 @@ def ended(
     *command: str | Path,
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
-    limit_s: float = 250.0,
+    limit_s: float = 550.0,
 ) -> subprocess.CompletedProcess[str]:
     """A command that has ended, with these variables in its environment.
 

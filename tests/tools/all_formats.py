@@ -26,7 +26,7 @@ def saved_by(num_ranks: int, state_of: Callable[[int, str], Any], root: Path) ->
     Nothing saves Zarr v3, and ("zarr", 1) takes no irregular shards: they are converted.
     """
     pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
-    saved = run_processes(num_ranks, _save, root, state_of, timeout_s=150)
+    saved = run_processes(num_ranks, _save, root, state_of, timeout_s=300)
     assert saved == [None] * num_ranks
     for name in ("zarr@1", "zarr@3"):
         convert(root / "pack", root / name, name)

@@ -129,7 +129,7 @@ def test_a_converted_checkpoint_equals_its_source_and_loads_in_another_layout(
         report = diff(saved / source, converted / f"{source} {to}")
         assert report.is_equal, (source, to, report)
         assert report.num_objects == 8
-    assert run_processes(4, load_all, converted, timeout_s=150) == [None] * 4
+    assert run_processes(4, load_all, converted, timeout_s=300) == [None] * 4
 
 
 def test_open_gives_the_arrays_objects_and_common_state_of_every_format(saved: Path) -> None:
