@@ -19,7 +19,13 @@ from dist_ckpt_strategies.config import place_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, PeerLostError, StorageError, some_of
 from dist_ckpt_strategies.formats.index import INDEX_NAME as PACKS_INDEX
 from dist_ckpt_strategies.formats.locations import Location, holds_dcp, is_finished, place_of
-from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories, object_ids, object_path
+from dist_ckpt_strategies.formats.zarr2 import (
+    array_keys,
+    is_elsewhere,
+    lock_directories,
+    object_ids,
+    object_path,
+)
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -27,7 +33,6 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     Directory,
     file_errors,
-    is_elsewhere,
     make_directories,
     rename,
     set_aside,

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.errors import (
     StorageTimeoutError,
     StoreAccessError,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 
 if TYPE_CHECKING:  # numpy takes a while to import
     from dist_ckpt_strategies.core.array import ArraySpec, Shape
@@ -239,3 +239,8 @@ def checked_marker(
             if wanted and held != wanted
         ]
     return None, [Issue(problem, None, MARKER_NAME, text, why)]
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Such as ``1 byte`` and ``4096 bytes``."""
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"

@@ -44,6 +44,7 @@ from dist_ckpt_strategies.formats.issues import (
     StaleKind,
     checked_marker,
     compared,
+    nbytes_text,
     sorted_by_key,
     unreadable,
 )
@@ -67,7 +68,6 @@ from dist_ckpt_strategies.storage.files import (
     LOCK_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
-    nbytes_text,
     reason,
     require_directory,
 )

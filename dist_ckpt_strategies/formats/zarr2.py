@@ -41,11 +41,12 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
     file_errors,
-    is_elsewhere,
     new_file,
     sync_path,
     write_vector,
@@ -425,3 +426,15 @@ def write_chunks(
     write_files(store, others, num_threads, deadline)
     sync_files(store, [*chunks, *(file[:2] for file in others)], num_threads, deadline)
     return ()
+
+
+def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
+    """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
+
+    One that was not finished counts too.
+    """
+    names = (MARKER_NAME, COMMON_NAME)
+    return directory.is_symlink() or any(
+        os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118 - never raises
+        for name in names
+    )

@@ -37,6 +37,7 @@ from dist_ckpt_strategies.formats.issues import (
     checked_marker,
     compared,
     missing_common,
+    nbytes_text,
     sorted_by_key,
     unreadable,
 )
@@ -56,7 +57,6 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Directory,
-    nbytes_text,
 )
 from dist_ckpt_strategies.storage.folders import Folder, read_folder
 

@@ -111,18 +111,6 @@ def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> b
         return content
 
 
-def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
-    """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
-
-    One that was not finished counts too.
-    """
-    names = (MARKER_NAME, COMMON_NAME)
-    return directory.is_symlink() or any(
-        os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118 - never raises
-        for name in names
-    )
-
-
 def make_directories(directory: Path) -> None:
     """Make a directory and what is missing above it, and flush each new name.
 
@@ -446,11 +434,6 @@ class Directory:
         for parent in parents - {self.root}:
             with suppress(OSError):  # not empty, or gone
                 parent.rmdir()
-
-
-def nbytes_text(nbytes: int) -> str:
-    """Such as ``1 byte`` and ``4096 bytes``."""
-    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
 def reason(error: OSError) -> str:

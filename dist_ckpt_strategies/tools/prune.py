@@ -32,6 +32,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_something,
 )
 from dist_ckpt_strategies.formats.scan import scan
+from dist_ckpt_strategies.formats.zarr2 import is_elsewhere
 from dist_ckpt_strategies.storage.bucket import Place
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -41,7 +42,6 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     Directory,
     file_errors,
-    is_elsewhere,
     reason,
     require_directory,
     sync_path,
