@@ -111,6 +111,22 @@ class BlockTable:
             self.place[rows],
         )
 
+    def between(self, first: int, last: int) -> Self:
+        """The blocks of arrays ``first`` to ``last``; takes no copy, and no look at the others.
+
+        Rows have to be in the order of their arrays.
+        """
+        start, stop = np.searchsorted(self.array, [first, last + 1]).tolist()
+        arrays, rows = slice(first, last + 1), slice(start, stop)
+        return type(self)(
+            self.keys[arrays],
+            self.facts[arrays],
+            self.array[rows] - first,
+            self.origin[rows],
+            self.extent[rows],
+            self.place[rows],
+        )
+
     def to_bytes(self) -> bytes:
         """The table as a message for another rank, or a part of a file."""
         number: dict[ArrayFacts, int] = {}

@@ -188,8 +188,9 @@ class PackCheckpoint:
 
     def blocks(self, key: str) -> Iterator[tuple[Region, int]]:
         """The stored blocks of an array, and which rank wrote each."""
-        table, numbers, packs = self._look_up([key])
-        for row in np.flatnonzero(table.array == numbers[key]).tolist():
+        looked_up, numbers, packs = self._look_up([key])
+        table = looked_up.between(numbers[key], numbers[key])
+        for row in range(len(table)):
             yield table.region(row), packs[int(table.place[row, 0])].rank
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
@@ -269,8 +270,11 @@ class PackCheckpoint:
 
         Storage is asked only for arrays that ``find`` has not given last.
         """
-        table, numbers, packs = self._look_up(read.array.key for read in reads)
+        looked_up, numbers, packs = self._look_up(read.array.key for read in reads)
         arrays = [numbers[read.array.key] for read in reads]
+        first = min(arrays, default=0)
+        table = looked_up.between(first, max(arrays, default=0))
+        arrays = [number - first for number in arrays]
         rows, of_read, origin, shape = overlaps(table, arrays, [read.region for read in reads])
         keys, targets = [], []
         for number, low, extent in zip(

@@ -161,6 +161,12 @@ def diff(  # noqa: PLR0913
 Pair = tuple[ArraySpec, ArraySpec]
 """An array as both have it, with the same shape and dtype."""
 
+PairedRegion = tuple[ArraySpec, ArraySpec, Region]
+"""A region of such an array."""
+
+_MAX_TOGETHER = 256
+"""Regions that are read by one call: it takes 2 ms, whatever it reads."""
+
 
 class _Comparison:
     """Two opened checkpoints, on all ranks that compare them."""
@@ -239,49 +245,63 @@ class _Comparison:
     def _compared(self, pairs: Sequence[Pair], watch: Watch | None) -> Iterable[ArrayDifference]:
         """The differences of arrays that both have in one shape and dtype. Collective.
 
-        The stored regions of the first checkpoint are what ranks and threads take in turn.
+        Stored regions of the first checkpoint, small ones together, are what ranks and threads take
+        in turn.
         """
 
-        def tasks() -> list[tuple[Pair, Region]]:
+        def tasks() -> list[list[PairedRegion]]:
             mine = self._a.stored.digests([one.key for one, _ in pairs])
             theirs = self._b.stored.digests([other.key for _, other in pairs]) if mine else {}
-            return [
-                ((one, other), region)
+            regions = (
+                (one, other, region)
                 for one, other in pairs
                 if one.nbytes
                 for region in one.regions()
                 if one.dtype is not other.dtype
                 or not _same(mine.get((one.key, region)), theirs.get((other.key, region)))
-            ]
+            )
+            return _batches(regions, self._options.block_nbytes)
 
         results = self._ranks.share(
             self._ranks.run(lambda: self._unchanged(tasks)),
-            lambda task: task[1].numel * task[0][0].dtype.itemsize,
-            lambda task, count: self._unchanged(lambda: self._values(task[0], task[1], count)),
+            lambda batch: sum(region.numel * one.dtype.itemsize for one, _, region in batch),
+            lambda batch, count: self._unchanged(lambda: [*merged(self._values(batch, count))]),
             num_threads=self._options.threads,
             watch=watch,
         )
         mine = list(merged(chain.from_iterable(results.values())))
         return merged(chain.from_iterable(self._ranks.gather(lambda: mine)))
 
-    def _values(self, pair: Pair, region: Region, count: Count) -> list[ArrayDifference]:
-        """The differences in a region."""
-        (one, other), differences = pair, []
-        itemsize = one.dtype.itemsize
-        if one.dtype is not other.dtype:  # compared in larger ones
-            itemsize = 4 * max(itemsize, other.dtype.itemsize)
-        for block in blocks(region, itemsize, self._options.block_nbytes):
-            mine = self._memory.array(block.shape, one.dtype, "a")
-            theirs = self._memory.array(block.shape, other.dtype, "b")
-            _, a = tried(partial(self._a.read_into, ArrayRead(one, block, mine)))
-            _, b = tried(partial(self._b.read_into, ArrayRead(other, block, theirs)))
-            count(mine.nbytes)
-            if a or b:
-                differences.append(ArrayDifference(one.key, Difference.DAMAGED, a, b))
-            elif one.dtype is not other.dtype or not is_equal(mine, theirs):
-                difference = element_difference(one.key, block, mine, theirs)
-                differences += [difference] if difference.num_differing else []
-        return list(merged(differences))
+    def _values(self, batch: Sequence[PairedRegion], count: Count) -> Iterator[ArrayDifference]:
+        """The differences in some regions."""
+        if len(batch) > 1:
+            mine = self._memory.arrays([(r.shape, one.dtype) for one, _, r in batch], "a")
+            theirs = self._memory.arrays([(r.shape, other.dtype) for _, other, r in batch], "b")
+            reads = (
+                [ArrayRead(one, r, to) for (one, _, r), to in zip(batch, mine, strict=True)],
+                [ArrayRead(other, r, to) for (_, other, r), to in zip(batch, theirs, strict=True)],
+            )
+            _, a = tried(partial(self._a.read_into, *reads[0]))
+            _, b = tried(partial(self._b.read_into, *reads[1]))
+            if not (a or b):
+                for paired, elements, others in zip(batch, mine, theirs, strict=True):
+                    count(elements.nbytes)
+                    yield from _differing(*paired, elements, others)
+                return
+        for one, other, region in batch:  # which of them is damaged
+            itemsize = one.dtype.itemsize
+            if one.dtype is not other.dtype:  # compared in larger ones
+                itemsize = 4 * max(itemsize, other.dtype.itemsize)
+            for block in blocks(region, itemsize, self._options.block_nbytes):
+                elements = self._memory.array(block.shape, one.dtype, "a")
+                others = self._memory.array(block.shape, other.dtype, "b")
+                _, a = tried(partial(self._a.read_into, ArrayRead(one, block, elements)))
+                _, b = tried(partial(self._b.read_into, ArrayRead(other, block, others)))
+                count(elements.nbytes)
+                if a or b:
+                    yield ArrayDifference(one.key, Difference.DAMAGED, a, b)
+                else:
+                    yield from _differing(one, other, block, elements, others)
 
     def _objects(self, is_upgraded: bool) -> Iterator[ObjectDifference]:  # noqa: FBT001
         mine, theirs = set(self._a.object_ids), set(self._b.object_ids)
@@ -321,6 +341,30 @@ class _Comparison:
                 values.append(load_content(content, path, key, allow))
             for place in islice(differing_places(*values), MAX_PLACES):
                 yield ObjectDifference(key, Difference.VALUES, *place)
+
+
+def _batches(regions: Iterable[PairedRegion], max_nbytes: int) -> list[list[PairedRegion]]:
+    """The regions in their order, as many together as have so many bytes in either checkpoint."""
+    batches: list[list[PairedRegion]] = []
+    left = 0
+    for one, other, region in regions:
+        nbytes = region.numel * max(one.dtype.itemsize, other.dtype.itemsize)
+        if left < nbytes or len(batches[-1]) == _MAX_TOGETHER:
+            batches.append([])
+            left = max_nbytes
+        batches[-1].append((one, other, region))
+        left -= nbytes
+    return batches
+
+
+def _differing(
+    one: ArraySpec, other: ArraySpec, region: Region, mine: HostArray, theirs: HostArray
+) -> Iterator[ArrayDifference]:
+    """The difference of the elements in a region, if any."""
+    if one.dtype is not other.dtype or not is_equal(mine, theirs):
+        difference = element_difference(one.key, region, mine, theirs)
+        if difference.num_differing:
+            yield difference
 
 
 def _same(one: Digests | None, other: Digests | None) -> bool:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -38,6 +39,7 @@ Objects = Iterable[tuple[ObjectId, bytes]]
 """Shards of objects, each read when it is taken."""
 
 _NUM_METADATA_THREADS = 16
+_ALIGNMENT = 16
 
 
 class Memory(threading.local):
@@ -55,6 +57,17 @@ class Memory(threading.local):
             held = self._buffers[name] = np.empty(nbytes, np.uint8)
         array: HostArray = held[:nbytes].view(dtype.numpy).reshape(shape)
         return array
+
+    def arrays(self, kinds: Sequence[tuple[Shape, DType]], name: str) -> list[HostArray]:
+        """Several arrays, one after the other, in this thread's buffer of that name."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        ends = [*accumulate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes)]
+        held = self.array((ends[-1],), DType.UINT8, name)
+        starts = zip(kinds, sizes, [0, *ends], strict=False)
+        return [
+            held[start : start + nbytes].view(dtype.numpy).reshape(shape)
+            for (shape, dtype), nbytes, start in starts
+        ]
 
 
 def bytes_of(elements: HostArray) -> Bytes:
