@@ -177,6 +177,10 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
         _require_usable(self)
+        if not (self.only is None or isinstance(self.only, str) or callable(self.only)):
+            raise StrategyError(
+                f"option only: expected a glob or a function of a key, found {self.only!r}"
+            )
         if self.base is not None:
             object.__setattr__(self, "base", os.fspath(self.base))
 

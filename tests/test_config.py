@@ -60,6 +60,11 @@ def test_the_variables_of_amazons_tools_come_after_our_own(environ: dict[str, st
     assert store_options_from_environment() == StoreOptions("http://theirs", "nearer")
 
 
+def test_keys_are_chosen_by_a_glob_or_a_function() -> None:
+    with pytest.raises(StrategyError, match="option only: expected a glob or a function"):
+        Options(only=["*lora*"])  # type: ignore[arg-type]
+
+
 NONSENSE = {
     options_from_environment: [
         (f"DIST_CKPT_{one.name.upper()}", value)

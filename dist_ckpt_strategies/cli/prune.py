@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -73,15 +74,16 @@ def parse_keep_best(text: str) -> KeepBest:
 
 def _is_wanted(plan: PruneReport) -> bool:
     """Whether a user at standard input says yes; a PlanError if that has ended, as in a job."""
+    refused = "nothing was removed: the shell is not interactive; add --yes, or --dry-run"
+    if sys.stdin is None:  # closed from the start
+        raise PlanError(refused)
     try:
         return typer.confirm(f"Remove {_counted(plan)}?", err=True)
     except typer.Abort as error:
         typer.echo(err=True)
         if not isinstance(error.__context__, EOFError):
             raise KeyboardInterrupt from error
-        raise PlanError(
-            "nothing was removed: the shell is not interactive; add --yes, or --dry-run"
-        ) from error
+        raise PlanError(refused) from error
 
 
 def _print_plan(console: Console, plan: PruneReport) -> None:

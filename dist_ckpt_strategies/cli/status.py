@@ -56,6 +56,7 @@ class Status(IntEnum):
     USAGE = 2
     FAILED = 3
     INTERRUPTED = 130
+    NO_READER = 141
 
 
 def status_of_issues(issues: Sequence[Issue]) -> Status:
@@ -71,24 +72,34 @@ def reported_failures(*, debug: bool) -> Iterator[None]:
     """End the command with a status, and one line or a traceback on stderr, if the block fails."""
     try:
         yield
+        if sys.stdout is not None:  # closed from the start
+            sys.stdout.flush()
     except KeyboardInterrupt as error:
         if rank_from_environment()[0] == 0:
             typer.echo("interrupted", err=True)
         raise typer.Exit(Status.INTERRUPTED) from error
-    except BrokenPipeError:
-        raise  # typer ends the command in silence: the reader of our output has gone
+    except (BrokenPipeError, SystemExit) as error:
+        cause = error if isinstance(error, BrokenPipeError) else error.__context__  # rich's end
+        if not isinstance(cause, BrokenPipeError):
+            raise
+        # The reader of our output has gone: no failure of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(Status.NO_READER) from error
     except Exception as error:
-        if _is_reported_by_first_rank(error):
-            pass
-        elif debug or debug_from_environment():
-            typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-        else:
-            text = printable(str(error))
-            if not isinstance(error, CheckpointError | OSError):
-                text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
-            label = typer.style("error:", fg=typer.colors.RED, bold=True)
-            typer.echo(f"{label} {text}", err=True)
+        if not _is_reported_by_first_rank(error):
+            _report(error, debug=debug)
         raise typer.Exit(_status_of(error)) from error
+
+
+def _report(error: Exception, *, debug: bool) -> None:
+    if debug or debug_from_environment():
+        typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        return
+    text = printable(str(error))
+    if not isinstance(error, CheckpointError | OSError):
+        text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
+    label = typer.style("error:", fg=typer.colors.RED, bold=True)
+    typer.echo(f"{label} {text}", err=True)
 
 
 def _status_of(error: Exception) -> Status:

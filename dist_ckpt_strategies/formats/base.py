@@ -83,14 +83,15 @@ def open_packs(root: Location, options: Options, save: OpenedSave | None = None)
     except (CheckpointNotFoundError, IncompleteCheckpointError) as error:
         raise IncompleteCheckpointError(
             f"{root} holds the trained part of a model, and all else is in its base "
-            f"{named['path']}; {where}: {error.message}; say where it is by base=",
+            f"{named['path']}; {where}: {error.message}; say where it is by base=, or by "
+            "the variable DIST_CKPT_BASE",
             path=str(where),
         ) from error
     if base.identity != named["digest"]:
         raise PlanError(
             f"{root} was saved with the base {named['path']} of digest {named['digest']}; "
             f"{where} has digest {base.identity}: it is another checkpoint, or was saved again; "
-            "give the one of that digest by base="
+            "give the one of that digest by base=, or by the variable DIST_CKPT_BASE"
         )
     return CheckpointOverBase(root, options, checkpoint.save, base)
 

@@ -302,7 +302,7 @@ def _move_out(root: Path, names: Collection[str], trash: Path) -> None:
 
 def _invalidate_packs(root: Path) -> None:
     """Have packs at a place count no more. They stay, as files of another format do."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, IsADirectoryError):  # an array may have that key
         (root / PACKS_INDEX).unlink()
         sync_path(root)
         logger.warning("%s: packs of an earlier save stay there until prune removes them", root)

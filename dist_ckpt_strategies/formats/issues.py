@@ -160,8 +160,9 @@ class Scan:
 
     @property
     def nbytes(self) -> int:
-        """Of all files, as far as it is known."""
-        return sum(filter(None, self.files.values()))
+        """Of all files; where sizes are not listed, those that they should have."""
+        expected = {check.name: check.nbytes for check in self.checks}
+        return sum(expected.get(name, 0) if n is None else n for name, n in self.files.items())
 
     @property
     def is_unfinished(self) -> bool:

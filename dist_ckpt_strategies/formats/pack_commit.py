@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -63,7 +64,12 @@ _NUM_THREADS = 16
 
 def read_pointer(store: Place) -> Pointer | None:
     """The content of ``index``; None if there is none. CorruptCheckpointError if it is damaged."""
-    content = content_of(store, INDEX_NAME)
+    try:
+        content = content_of(store, INDEX_NAME)
+    except StorageError:
+        if Path(store.path(INDEX_NAME)).is_dir():  # an array of that key, in Zarr
+            return None
+        raise
     return None if content is None else Pointer.from_bytes(content, store.path(INDEX_NAME))
 
 

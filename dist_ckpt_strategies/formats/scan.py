@@ -6,6 +6,7 @@ see ``zarr2_scan``.
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -187,7 +188,7 @@ def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
 def _scan_packs(location: Location) -> Scan:
     """See ``scan``; by names, sizes and the index."""
     store, save = place_of(location), _save_at(location)
-    files, others = _files_at(store)
+    files, others, unread = _files_at(store)
     marker, issues = checked_marker(store, PACKS.sharded_format)
     scan = Scan(
         root=location,
@@ -195,7 +196,7 @@ def _scan_packs(location: Location) -> Scan:
         marker=marker,
         files=files,
         num_threads=store.num_readers,
-        issues=tuple(one for one in issues if one.problem is not Problem.MISSING_MARKER),
+        issues=(*unread, *(one for one in issues if one.problem is not Problem.MISSING_MARKER)),
         others=others,
     )
     try:
@@ -246,7 +247,9 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
 
     checks = [_pack_check(store, pack, keys[n], partial(listed, n)) for n, pack in packs.items()]
     checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), run))
-    issues = [*scan.issues, *(issue for check in checks for issue in compared(check, files))]
+    unread = tuple(f"{one.path}/" for one in scan.issues if one.problem is Problem.UNREADABLE)
+    known = [check for check in checks if not check.name.startswith(unread)]
+    issues = [*scan.issues, *(issue for check in known for issue in compared(check, files))]
     if COMMON_NAME in files:
         checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
     lost = sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
@@ -266,12 +269,18 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
     )
 
 
-def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
-    """The files of checkpoints of packs, with their sizes where a list says them, and others."""
+def _files_at(
+    store: Place,
+) -> tuple[dict[str, int | None], tuple[str, ...], Sequence[Issue]]:
+    """The files of checkpoints of packs, with their sizes where a list says them, and others.
+
+    Also the issues of folders that cannot be read.
+    """
     if isinstance(store, Bucket):
         names = store.names()
         listed = {n: None for n in names if n in _TOP_NAMES or n.startswith(_STARTS)}
-        return {**listed}, tuple(sorted({n.partition("/")[0] for n in names if n not in listed}))
+        others = sorted({n.partition("/")[0] for n in names if n not in listed})
+        return {**listed}, tuple(others), ()
     root = Path(str(store))
     top = read_folder(root, "")
     files: dict[str, int | None] = {
@@ -279,14 +288,23 @@ def _files_at(store: Place) -> tuple[dict[str, int | None], tuple[str, ...]]:
         for name, nbytes in top.files.items()
         if name in _TOP_NAMES or name.startswith(PARTIAL_PREFIX)
     }
+    unread: list[Issue] = []
     for folder in folders_below(root, [name for name in _FOLDERS if name in top.folders]):
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
+        unread += [unreadable(None, folder.key, folder.failure)] if folder.failure else []
     top_names = {*top.files, *top.folders, *top.links, *top.others}
-    return files, tuple(sorted(top_names.difference(files, _FOLDERS, (LOCK_NAME,))))
+    return files, tuple(sorted(top_names.difference(files, _FOLDERS, (LOCK_NAME,)))), unread
+
+
+_NOT_READ = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
+"""Errors that tell nothing of what a file holds."""
 
 
 def _bad_index(error: CheckpointError, store: Place) -> Issue:
     name = (error.path or "").removeprefix(f"{store}/") or INDEX_NAME
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in _NOT_READ:
+        return unreadable(None, name, reason(cause))
     damage = error.message.removeprefix(f"{error.path} ").removeprefix("is damaged: ")
     return Issue(Problem.DAMAGED, None, name, "what the save wrote", damage)
 

@@ -378,8 +378,8 @@ class Directory:
         """Whether there is a file of that size, or of any."""
         path = self.path(name)
         with file_errors(None, path), suppress(FileNotFoundError, NotADirectoryError):
-            size = os.stat(path).st_size  # noqa: PTH116 - 10,000 times
-            return nbytes in {None, size}
+            found = os.stat(path)  # noqa: PTH116 - 10,000 times
+            return stat.S_ISREG(found.st_mode) and nbytes in {None, found.st_size}
         return False
 
     @contextmanager

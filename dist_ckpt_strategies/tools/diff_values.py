@@ -46,6 +46,10 @@ def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, (torch.Tensor, np.ndarray)) and (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if isinstance(a, torch.Tensor):
+        if a.layout is not b.layout:
+            return False
+        if a.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
         a, b = (t.detach().resolve_conj().resolve_neg() for t in (a, b))
         a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
         return bool(torch.equal(a, b))

@@ -181,6 +181,8 @@ class OpenedCheckpoint(Mapping[str, LazyArray]):
     @raises_megatron_errors
     def __getitem__(self, key: str) -> LazyArray:
         """The array of that key; ArrayNotFoundError, a KeyError, if there is none."""
+        if not isinstance(key, str):
+            raise array_not_found(str(key), [], self.root)
         (array,) = self.unchanged(lambda: self.find([key]))
         return self._lazy(array)
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli.commands import PROGRAM, begun, json_of, run
 from tests.support.checkpoints import copied, names_in
+from tests.support.processes import ended
 
 
 @pytest.fixture
@@ -73,3 +74,10 @@ def test_a_dry_run_only_shows(root: Path) -> None:
     assert [one["name"] for one in found["removed"]] == ["iter_0000001"]
     assert {one["name"]: one["status"] for one in found["kept"]}["iter_0000004"] == "unfinished"
     assert len(names_in(root)) == 4
+
+
+def test_a_closed_input_is_no_answer(root: Path) -> None:
+    done = ended("bash", "-c", f"{' '.join(PROGRAM)} prune {root} --keep-last 1 <&-")
+
+    assert done.returncode == 2
+    assert "nothing was removed: the shell is not interactive" in done.stderr

@@ -3,13 +3,17 @@
 import errno
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zarr
+from megatron.core.dist_checkpointing import ShardedTensor
 
-from tests.cli.commands import issues_of, json_of, run
+import dist_ckpt_strategies
+from tests.cli.commands import PROGRAM, issues_of, json_of, run
 from tests.golden.sets import NAMES, GoldenSet
 from tests.support.checkpoints import (
     ARRAYS,
@@ -282,3 +286,35 @@ def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_p
 
     (tmp_path / "elsewhere" / "0.0").unlink()
     assert issues_of(checkpoint) == [("missing_file", WEIGHT, f"{WEIGHT}/0.0")]
+
+
+@pytest.mark.parametrize(("call", "name"), [("open", "index"), ("scandir", "packs")])
+def test_packs_that_may_not_be_read_are_not_called_damaged(
+    call: str, name: str, tmp_path: Path
+) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+    dist_ckpt_strategies.save(state, tmp_path / "c")
+
+    def refuse(_name: str, path: str) -> None:
+        if path == str(tmp_path / "c" / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with before_calls(refuse, [call]):
+        found = run("verify", tmp_path / "c")
+
+    assert found.exit_code == 3
+    assert "Permission denied" in found.stdout.replace("permission", "Permission")
+    assert "no file" not in found.stdout
+
+
+def test_a_reader_that_goes_is_no_damage(written: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*PROGRAM, "inspect", str(written)], stdout=write, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(write)
+
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -79,7 +79,7 @@ while not Path("go").exists() or child == 0 or not print("line"): time.sleep(0.0
     agent.stdout.close()
     agents.go()
 
-    assert agent.wait(LIMIT_S) == 1
+    assert agent.wait(LIMIT_S) == 141
     agents.require_ended()
 
 

@@ -26,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
+from tests.cli.commands import run
 from tests.support.checkpoints import contents, copied, flip_at
 from tests.tools.all_formats import FORMATS
 
@@ -209,3 +210,31 @@ def test_objects_are_unpickled_with_the_allow_list(tmp_path: Path) -> None:
         _ = opened.common
     opened = dist_ckpt_strategies.open(tmp_path / "c", allow=[Custom])
     assert opened.objects["o/shard_0_1"].n == opened.common["other"].n == 1
+
+
+def test_a_key_that_is_no_text_is_none_of_its_keys(saved: Path) -> None:
+    for name in FORMATS:
+        opened: Any = dist_ckpt_strategies.open(saved / name)
+        assert 5 not in opened
+        assert None not in opened
+
+
+def test_an_array_may_have_the_name_of_the_index_of_packs(tmp_path: Path) -> None:
+    root, elements = tmp_path / "c", torch.arange(4.0)
+    for _ in range(2):
+        state = {"index": ShardedTensor.from_rank_offsets("index", elements)}
+        dist_ckpt_strategies.save(state, root, ("zarr", 1), overwrite=True)
+
+    assert dist_ckpt_strategies.open(root)["index"][...].tolist() == elements.tolist()
+    assert run("verify", root).exit_code == 0
+
+
+def test_sparse_tensors_in_objects_are_compared(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("same", 1.0), ("other", 2.0)):
+        sparse = (value * torch.eye(2)).to_sparse()
+        state = {"o": ShardedObject("o", sparse, (1,), (0,))}
+        dist_ckpt_strategies.save(state, tmp_path / name)
+
+    for name, num_differing in (("same", 0), ("other", 1)):
+        report = dist_ckpt_strategies.diff(tmp_path / "a", tmp_path / name)
+        assert len(report.objects) == num_differing
