@@ -112,7 +112,7 @@ class BlockTable:
         )
 
     def between(self, first: int, last: int) -> Self:
-        """The blocks of arrays ``first`` to ``last``; takes no copy, and no look at the others.
+        """The blocks of arrays ``first`` to ``last``; takes no look at the others.
 
         Rows have to be in the order of their arrays.
         """

@@ -63,7 +63,7 @@ class Memory(threading.local):
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
         ends = [*accumulate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes)]
         held = self.array((ends[-1],), DType.UINT8, name)
-        starts = zip(kinds, sizes, [0, *ends], strict=False)
+        starts = zip(kinds, sizes, [0, *ends[:-1]], strict=True)
         return [
             held[start : start + nbytes].view(dtype.numpy).reshape(shape)
             for (shape, dtype), nbytes, start in starts
