@@ -40,7 +40,7 @@ def releases(pytestconfig: pytest.Config) -> Path:
 
 
 def install(directory: Path) -> None:
-    pip = ("-m", "pip", "install", "-q")
+    pip = ("-m", "pip", "install", "-q", "--no-compile")
     # Without what conftest.py and tox set: a resolver that asks once, and our versions.
     variables = {"PIP_CONSTRAINT": os.devnull, "PYTHONPATH": "", "RES_OPTIONS": ""}
     for version in VERSIONS:

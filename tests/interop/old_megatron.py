@@ -1,7 +1,7 @@
 """What Megatron-Core <= 0.15 itself saves and loads. Runs in its own environment, without ours.
 
     python old_megatron.py load CHECKPOINT            compare, print what differs as JSON
-    python old_megatron.py save CHECKPOINT RANK SIZE
+    python old_megatron.py save CHECKPOINT SIZE
 
 The environment holds 0.15.3; PYTHONPATH puts an older release before it, which saves only.
 It runs on the CPU: the old backend calls ``torch.cuda.synchronize``, which does nothing here.
@@ -9,10 +9,12 @@ It runs on the CPU: the old backend calls ``torch.cuda.synchronize``, which does
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 torch.cuda.synchronize = lambda *_: None
 
@@ -67,7 +69,7 @@ def load(checkpoint):
     return wrong + [f"not in the metadata: {c.key}" for c in saved if c.key not in metadata]
 
 
-def save(checkpoint, rank, size):
+def save(rank, checkpoint, size):
     """Save what two sides know, and runs of elements."""
     state = state_of(rank, cuts(size), part_of) | objects_of(rank, size) | COMMON
     for cut in flat_cuts():
@@ -76,22 +78,33 @@ def save(checkpoint, rank, size):
         run = slice(rank * length, (rank + 1) * length)
         content = part_of(cut, whole).reshape(-1)[run].clone()
         state[cut.key] = sharded(cut, whole, content, flattened_range=run)
-    if rank == 0:
-        Path(checkpoint).mkdir()
+    with world(rank, checkpoint, size):
+        if rank == 0:
+            Path(checkpoint).mkdir()
+        dist.barrier()
+        dist_checkpointing.save(state, checkpoint, ZarrSaveShardedStrategy("zarr", 1))
+
+
+@contextmanager
+def world(rank, checkpoint, size):
+    """Meet the other ranks, and leave them."""
+    address = f"file://{checkpoint}.{size}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    yield
     dist.barrier()
-    dist_checkpointing.save(state, checkpoint, ZarrSaveShardedStrategy("zarr", 1))
-    return []
+    dist.destroy_process_group()
 
 
 def main():
-    """Meet the other ranks, carry out the command, print what is wrong."""
-    command, checkpoint, *place = sys.argv[1:]
-    rank, size = map(int, place) if place else (0, 1)
-    address = f"file://{checkpoint}.{command}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    wrong = load(checkpoint) if command == "load" else save(checkpoint, rank, size)
-    dist.barrier()
-    dist.destroy_process_group()
+    """Carry out the command, print what is wrong."""
+    command, checkpoint, *size = sys.argv[1:]
+    wrong = []
+    if command == "save":
+        args = (checkpoint, int(*size))
+        start_processes(save, args, nprocs=args[1], start_method="fork")
+    else:
+        with world(0, checkpoint, 1):
+            wrong = load(checkpoint)
     print(json.dumps(wrong))
 
 

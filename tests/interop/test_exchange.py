@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.interop.content import (
     zeros_alone,
 )
 from tests.support.entries import Entry, load, prepare, save
+from tests.support.processes import finished
 from tests.support.ranks import done_by, run_processes
 from tests.support.sharding import differences, state_of, zeros
 
@@ -37,21 +37,12 @@ pytestmark = [
 ]
 
 
-def start(releases: Path, *args: object, version: str | None = None) -> subprocess.Popen[str]:
-    """The script, with a release or that of the environment."""
-    command = [str(releases / "environment/bin/python"), str(SCRIPT), *map(str, args)]
+def run_old(releases: Path, *args: object, version: str | None = None) -> Any:
+    """The answer of the script, with a release or that of the environment."""
+    command = (releases / "environment/bin/python", SCRIPT, *args)
     path = os.pathsep.join(map(str, [releases / version, ROOT] if version else [ROOT]))
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=os.environ | {"PYTHONPATH": path}, **pipes)
-
-
-def answer(process: subprocess.Popen[str]) -> Any:
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err[-4000:]
-    return json.loads(out.splitlines()[-1])
+    done = finished(*command, variables={"PYTHONPATH": path}, limit_s=TIMEOUT_S)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def save_ours(rank: int, entry: Entry, root: Path) -> None:
@@ -65,7 +56,7 @@ def test_megatron_015_loads_what_we_save(entry: Entry, releases: Path, tmp_path:
     checkpoint = tmp_path / "checkpoint"
     done_by(SIZE, save_ours, entry, checkpoint, timeout_s=TIMEOUT_S)
 
-    assert answer(start(releases, "load", checkpoint)) == []
+    assert run_old(releases, "load", checkpoint) == []
 
 
 def load_theirs(rank: int, entry: Entry, root: Path) -> list[str]:
@@ -79,24 +70,12 @@ def load_theirs(rank: int, entry: Entry, root: Path) -> list[str]:
     return wrong + others_wrong(loaded, [owner], OLD_SIZE)
 
 
-def save_theirs(checkpoint: Path, releases: Path, version: str | None) -> None:
-    """Have two ranks of an old release write a checkpoint."""
-    ranks = range(OLD_SIZE)
-    writers = [start(releases, "save", checkpoint, n, OLD_SIZE, version=version) for n in ranks]
-    try:
-        assert [answer(writer) for writer in writers] == [[], []]
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.communicate()
-
-
 @pytest.mark.parametrize("version", [None, *VERSIONS])
 def test_we_load_what_old_releases_save(
     version: str | None, releases: Path, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
-    save_theirs(checkpoint, releases, version)
+    run_old(releases, "save", checkpoint, OLD_SIZE, version=version)
 
     for entry in Entry if version is None else [Entry.MEGATRON]:
         found = run_processes(SIZE, load_theirs, entry, checkpoint, timeout_s=TIMEOUT_S)
