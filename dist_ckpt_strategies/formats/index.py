@@ -127,8 +127,8 @@ class Pointer:
             return cls(save_id, byte_offset, nbytes, digest)
         except MALFORMED as error:
             raise CorruptCheckpointError(
-                f"{path} is damaged ({error}); the packs are not: dist-ckpt rebuild-index makes "
-                "the index anew",
+                f"{path} is damaged ({error}); if the packs are whole, dist-ckpt rebuild-index "
+                "makes the index anew",
                 path=path,
             ) from error
 
@@ -385,8 +385,8 @@ class FullIndex:
             return parse(*parts)
         except (*MALFORMED, zlib.error) as error:
             raise CorruptCheckpointError(
-                f"{self._path} is damaged ({type(error).__name__}: {error}); the packs are not: "
-                "dist-ckpt rebuild-index makes the index anew",
+                f"{self._path} is damaged ({type(error).__name__}: {error}); if the packs are "
+                "whole, dist-ckpt rebuild-index makes the index anew",
                 path=self._path,
             ) from error
 
@@ -411,7 +411,7 @@ class FullIndex:
                 if digest != expected:
                     raise CorruptCheckpointError(
                         f"{self._path} is damaged: {len(part)} bytes from byte {byte_offset} have "
-                        f"digest {digest}, expected {expected}; the packs are not damaged: "
+                        f"digest {digest}, expected {expected}; if the packs are whole, "
                         "dist-ckpt rebuild-index makes the index anew",
                         path=self._path,
                     )

@@ -7,6 +7,7 @@ see ``zarr2_scan``.
 from __future__ import annotations
 
 import errno
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -76,6 +77,9 @@ from dist_ckpt_strategies.storage.folders import folders_below, read_folder
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
+
+_COPYING_S = 1.0
+"""A save that has replaced the index writes ``common.pt`` next, within this as a rule."""
 
 _FOLDERS = (FOLDER, SAVES)
 _TOP_NAMES = (INDEX_NAME, COMMON_NAME, MARKER_NAME)
@@ -185,8 +189,8 @@ def _not_packs(bucket: Bucket, names: Sequence[str]) -> CheckpointError:
 # Packs
 
 
-def _scan_packs(location: Location) -> Scan:
-    """See ``scan``; by names, sizes and the index."""
+def _scan_packs(location: Location, *, pause_s: float = _COPYING_S) -> Scan:
+    """See ``scan``; by names, sizes and the index. If common.pt differs, again after a pause."""
     store, save = place_of(location), _save_at(location)
     files, others, unread = _files_at(store)
     marker, issues = checked_marker(store, PACKS.sharded_format)
@@ -207,6 +211,9 @@ def _scan_packs(location: Location) -> Scan:
         scan = replace(scan, issues=(*scan.issues, _bad_index(error, store)))
     if scan.issues and _save_at(location) != save:  # another has replaced it meanwhile
         return _scan_packs(location)
+    if pause_s and any(issue.path == COMMON_NAME for issue in scan.issues):
+        time.sleep(pause_s)
+        return _scan_packs(location, pause_s=0.0)
     return replace(scan, issues=sorted_by_key(scan.issues))
 
 
@@ -247,11 +254,11 @@ def _with_contents(scan: Scan, store: Place, checkpoint: PackCheckpoint) -> Scan
 
     checks = [_pack_check(store, pack, keys[n], partial(listed, n)) for n, pack in packs.items()]
     checks.append(FileCheck(None, name, nbytes, nbytes_text(nbytes), run))
+    if COMMON_NAME in files and index.common is not None:
+        checks.append(_common_check(store, checkpoint, index.common.nbytes))
     unread = tuple(f"{one.path}/" for one in scan.issues if one.problem is Problem.UNREADABLE)
     known = [check for check in checks if not check.name.startswith(unread)]
     issues = [*scan.issues, *(issue for check in known for issue in compared(check, files))]
-    if COMMON_NAME in files:
-        checks.append(_common_check(store, checkpoint, files[COMMON_NAME] or 0))
     lost = sorted({COMMON_NAME, MARKER_NAME} - files.keys()) if index.common is not None else ()
     copy = "a copy for Megatron-Core"
     issues += (Issue(Problem.MISSING_FILE, None, name, copy, NO_FILE) for name in lost)
@@ -357,14 +364,14 @@ def _pack_check(
 
 def _common_check(store: Place, checkpoint: PackCheckpoint, nbytes: int) -> FileCheck:
     """``common.pt``, which Megatron-Core's own load reads, is the common state in the packs."""
+    expected = f"the common state in the packs, {nbytes_text(nbytes)}"
 
     def run() -> Iterator[Issue]:
-        if checkpoint.index.common is None:
-            return
-        content, listed = store.read(COMMON_NAME), checkpoint.common_content()
-        if content != listed:
-            expected = f"the common state in the packs, {nbytes_text(len(listed))}"
-            differing = f"{nbytes_text(len(content))} that differ"
-            yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, differing)
+        listed = checkpoint.common_content()
+        if store.read(COMMON_NAME) != listed:
+            time.sleep(_COPYING_S)
+            if (content := store.read(COMMON_NAME)) != listed:
+                differing = f"{nbytes_text(len(content))} that differ"
+                yield Issue(Problem.DAMAGED, None, COMMON_NAME, expected, differing)
 
-    return FileCheck(None, COMMON_NAME, nbytes, "", run)
+    return FileCheck(None, COMMON_NAME, nbytes, expected, run)

@@ -43,7 +43,12 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.integrations.dcp_storage import PackStorageReader, plain_state
+from dist_ckpt_strategies.integrations.dcp_storage import (
+    PackStorageReader,
+    plain_state,
+    put_back,
+    with_text_keys,
+)
 from dist_ckpt_strategies.integrations.dcp_writer import PackStorageWriter
 from dist_ckpt_strategies.sharded.agreement import require_same_checkpoint
 from dist_ckpt_strategies.storage.host import no_garbage_collection
@@ -146,11 +151,12 @@ def load(  # noqa: PLR0913 - those of DCP
     """
     chosen = (options or options_from_environment()).with_changes(timeout_s=timeout_s)
     comm = _communicator(process_group, chosen, f"from {path}", "DCP load", no_dist=no_dist)
-    readers, plain = list[PackStorageReader](), dict[str, Any]()
+    readers, own, plain = list[PackStorageReader](), dict[str, Any](), dict[str, Any]()
 
     def prepare() -> str:
         readers.append(PackStorageReader(path, options=chosen, allow=allow, verify=verify))
-        plain.update(_called(comm, partial(plain_state, state_dict), chosen))  # as in ``save``
+        own.update(_called(comm, partial(plain_state, state_dict), chosen))  # as in ``save``
+        plain.update(with_text_keys(own))
         return readers[0].open().identity
 
     require_same_checkpoint(comm, path, run_and_gather(comm, prepare))
@@ -158,11 +164,12 @@ def load(  # noqa: PLR0913 - those of DCP
 
     def load_all() -> None:
         dcp_load(plain, storage_reader=readers[0], **how)
-        for key in sorted(plain):
+        put_back(own, plain)
+        for key in sorted(own):
             if isinstance(stateful := state_dict[key], Stateful):
-                stateful.load_state_dict(plain[key])
+                stateful.load_state_dict(own[key])
             else:
-                state_dict[key] = plain[key]
+                state_dict[key] = own[key]
 
     run_collectively(comm, lambda: _called(comm, load_all, chosen, reader=readers[0]))
 

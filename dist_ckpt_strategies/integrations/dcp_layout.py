@@ -17,7 +17,7 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import PlanError, raises_megatron_errors
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.integrations.dcp_storage import plain_state
+from dist_ckpt_strategies.integrations.dcp_storage import plain_state, put_back, with_text_keys
 from dist_ckpt_strategies.local.plan import build_distribution
 from dist_ckpt_strategies.megatron.shards import message_of, object_from_message, shard_from_message
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
@@ -108,12 +108,17 @@ class ShardLayout:
         return shards
 
     def restore(self, state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-        """Put values that are no tensors into a state, of what a load has returned. Rank-local."""
-        planner = _planner_of(state)
+        """Put values that are no tensors into a state, of what a load has returned. Rank-local.
+
+        One that a load with a ``strict`` that only logs has not returned stays as it is.
+        """
+        plain = with_text_keys(state)
+        planner = _planner_of(plain)
         for key, path in planner.mappings.items():
-            if not isinstance(planner.state_dict[key], torch.Tensor):
-                parents: Any = reduce(getitem, path[:-1], state)  # type: ignore[arg-type]
+            if key in loaded and not isinstance(planner.state_dict[key], torch.Tensor):
+                parents: Any = reduce(getitem, path[:-1], plain)
                 parents[path[-1]] = loaded[key]
+        put_back(state, plain)
 
 
 @raises_megatron_errors

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -96,6 +96,29 @@ def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         with naming(f"{key}: state_dict()", key):
             plain[key] = value.state_dict() if isinstance(value, Stateful) else value
     return plain
+
+
+def with_text_keys(value: Any) -> Any:
+    """The same values in dicts and lists of their own, under the texts of their keys.
+
+    DCP knows keys by their texts, and would put what it has loaded of ``{0: ...}`` beside it.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): with_text_keys(inner) for key, inner in value.items()}
+    return [*map(with_text_keys, value)] if isinstance(value, list) else value
+
+
+def put_back(own: Any, loaded: Any) -> Any:
+    """The state's own dicts and lists, filled from what ``with_text_keys`` has made of them."""
+    match own, loaded:
+        case MutableMapping(), Mapping() if {*map(str, own)} == loaded.keys():
+            for key in own:
+                own[key] = put_back(own[key], loaded[str(key)])
+        case list(), list() if len(own) == len(loaded):
+            own[:] = map(put_back, own, loaded)
+        case _:
+            return loaded
+    return own
 
 
 @contextmanager

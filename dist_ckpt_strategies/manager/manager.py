@@ -221,7 +221,7 @@ class TieredCheckpointManager(CheckpointReader):
         """
         try:
             self.wait()
-            self._root.await_removal(WORK * self._timeout_s)
+            self._root.await_removal()
         finally:
             self.release()
 

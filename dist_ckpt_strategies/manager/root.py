@@ -20,7 +20,7 @@ from dist_ckpt_strategies.formats.course import (
 from dist_ckpt_strategies.formats.locations import located, place_of
 from dist_ckpt_strategies.manager.candidates import Candidate, Tier, checkpoints_at, iteration_of
 from dist_ckpt_strategies.manager.policy import SavePolicy
-from dist_ckpt_strategies.storage.io_pool import ALL, Deadline, run_within
+from dist_ckpt_strategies.storage.io_pool import ALL, WORK, Deadline, run_within
 from dist_ckpt_strategies.storage.lease import JOBS, Lease
 from dist_ckpt_strategies.tools.prune import prune
 
@@ -143,10 +143,10 @@ class Root:
         except RuntimeError as error:  # such as at the end of a script, from Python 3.12 on
             logger.warning("%s: old checkpoints could not be removed yet: %s", self, error)
 
-    def await_removal(self, timeout_s: float) -> None:
-        """Wait for the end of the last removal, at most so long."""
+    def await_removal(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the last removal, at most so long; by default as for a save."""
         if self._removal is not None:
-            self._removal.join(timeout_s)
+            self._removal.join(WORK * self._timeout_s if timeout_s is None else timeout_s)
 
     def _remove(self, policy: SavePolicy) -> None:
         with self._one_removal:

@@ -110,6 +110,9 @@ class Saves:
             PlanError: ranks save different steps.
         """
         began, tier = time.monotonic(), Tier(begun.tier)
+        if self.last is not None and begun.step < self.last[1]:  # back without a load
+            self.resumed = (None, now())
+            self._root.await_removal()  # perhaps of this very step
         try:
             state, numbers = self._prepared(comm, begun.step, state_dict, metrics)
             request = self._tiers[tier].begin(begun.step, state, **arguments)

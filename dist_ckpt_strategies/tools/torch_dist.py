@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -168,6 +169,7 @@ class TorchDistCheckpoint(Format1Checkpoint):
         super().__init__(root, options)
         self._allow = allow
         self._arrays, self._spans = _read_metadata(root / METADATA_NAME)
+        self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._last = threading.local()
 
     def keys(self) -> Iterator[str]:
@@ -196,7 +198,7 @@ class TorchDistCheckpoint(Format1Checkpoint):
         """Read regions of arrays, on this thread, whose shard it is; all is done on return."""
         for read in reads:
             bits = np.dtype((np.void, read.target.dtype.itemsize))
-            for shard, _ in self._arrays[read.array.key].blocks or ():
+            for shard in self._shards_in(read.array.key, read.region):
                 common = shard.intersect(read.region)
                 if common is not None:
                     place: Any = (..., *common.within(shard).slices())
@@ -204,6 +206,16 @@ class TorchDistCheckpoint(Format1Checkpoint):
                     elements = self._elements(read.array, shard)[place]
                     np.copyto(read.target[part].view(bits), elements.view(bits))
         return Transfer((), 0)
+
+    def _shards_in(self, key: str, region: Region) -> Iterator[Region]:
+        """The shards of an array that lie in a region, out of as many as ranks and experts make."""
+        shards = self._arrays[key].blocks or ()
+        if key not in self._bounds:
+            bounds = np.array([(shard.offset, shard.end) for shard, _ in shards], np.int64)
+            self._bounds[key] = bounds.reshape(len(shards), 2, region.ndim)
+        begins, ends = self._bounds[key].swapaxes(0, 1)
+        for number in np.flatnonzero(((begins < region.end) & (ends > region.offset)).all(axis=1)):
+            yield shards[number][0]
 
     def _elements(self, array: ArraySpec, shard: Region) -> HostArray:
         """The elements of a shard; those that this thread has read last are held."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -258,6 +259,8 @@ def values(rank: int, *, is_filled: bool) -> dict[str, Any]:
         "list": [tensor(2), "text" if is_filled else "", tensor(2)],
         "array": np.arange(3) if is_filled else None,
         "number": 1.5 if is_filled else None,
+        "by number": Counter({3: 7 if is_filled else 1}),
+        "by numbers": {0: [{1: "text" if is_filled else ""}]},
     }
 
 
@@ -272,6 +275,7 @@ def plain(state: dict[str, Any]) -> Any:
         dist.all_gather_object(parts, bytes_of(tensor))
         odd[key] = b"".join(parts)
     odd["list"] = [whole(value) for value in state["list"]]
+    assert isinstance(state["by number"], Counter)
     return whole(state) | odd | {"array": np.asarray(state["array"]).tolist()}
 
 

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-def run_old(releases: Path, *args: object, version: str | None = None) -> Any:
+def run_old(releases: Path, *args: Path | str, version: str | None = None) -> Any:
     """The answer of the script, with a release or that of the environment."""
     command = (releases / "environment/bin/python", SCRIPT, *args)
     path = os.pathsep.join(map(str, [releases / version, ROOT] if version else [ROOT]))
@@ -75,7 +75,7 @@ def test_we_load_what_old_releases_save(
     version: str | None, releases: Path, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
-    run_old(releases, "save", checkpoint, OLD_SIZE, version=version)
+    run_old(releases, "save", checkpoint, str(OLD_SIZE), version=version)
 
     for entry in Entry if version is None else [Entry.MEGATRON]:
         found = run_processes(SIZE, load_theirs, entry, checkpoint, timeout_s=TIMEOUT_S)

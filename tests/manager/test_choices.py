@@ -64,6 +64,14 @@ def content_of(root: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
+def goes_back(manager: TieredCheckpointManager) -> None:
+    """To an own copy of a state, without a load."""
+    save(manager, 12)
+    save(manager, 4)
+    assert manager.course().left == {8, 12}
+    assert loaded_by(manager.load_latest) == (Tier.GLOBAL, 4)
+
+
 def loads_steps(rank: int, root: str) -> None:
     """Body of a rank: of each step the local save or the global one, and no other."""
     in_threads()
@@ -102,6 +110,7 @@ def loads_steps(rank: int, root: str) -> None:
         assert manager.course().left == {8}
         assert loaded_by(manager.load_latest) == (Tier.LOCAL, 6)
         assert "local 3, 6; global 4, 8" in load(5).text
+        goes_back(manager)
 
 
 def test_just_the_step_that_was_asked_for_is_loaded_from_either_tier(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What is damaged is listed, and the rest converted and compared; equal digests need no read."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.issues import Problem
 from dist_ckpt_strategies.formats.rebuild import rebuild_index
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.tools.diff import Difference
@@ -187,6 +189,22 @@ def test_verify_compares_every_byte_of_the_files_beside_the_packs(
         assert verify(scan(root)), path
         path.write_bytes(content)
     assert verify(scan(root)) == ()
+
+
+def test_the_common_states_copy_comes_after_the_index(two_saved: Path, tmp_path: Path) -> None:
+    root = copied(two_saved, tmp_path / "source")
+    common = root / "common.pt"
+    whole = common.read_bytes()
+    for earlier in (b"", whole[::-1]):
+        common.write_bytes(earlier)
+        save = threading.Timer(0.2, common.write_bytes, [whole])
+        save.start()
+        assert verify(scan(root)) == ()
+        save.join()
+
+    common.write_bytes(whole[:-1])
+    (issue,) = scan(root).issues
+    assert (issue.problem, issue.path) == (Problem.WRONG_SIZE, "common.pt")
 
 
 def test_verify_names_array_range_file_and_rank(saved: Path, tmp_path: Path) -> None:
