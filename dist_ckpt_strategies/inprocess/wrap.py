@@ -128,6 +128,12 @@ class HPWrapper:
         """``fn`` as a block that is run again; ``fn`` itself where the wrapper is not enabled."""
         if not self.enabled:
             return fn
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(is_kind(fn) for is_kind in kinds):
+            raise StrategyError(
+                f"{fn}: a call of it returns before any of it has run, so that no "
+                "fault would be seen; wrap a plain function that runs it to its end"
+            )
 
         @functools.wraps(fn)
         def wrapped(*a: Any, **kw: Any) -> Any:

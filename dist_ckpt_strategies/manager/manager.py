@@ -20,7 +20,13 @@ from dist_ckpt_strategies.errors import CheckpointError, PlanError
 from dist_ckpt_strategies.inprocess.attempt import is_in_block
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.manager.candidates import Loaded, Tier
-from dist_ckpt_strategies.manager.policy import ManagerOptions, SavePolicy, whole_step
+from dist_ckpt_strategies.manager.policy import (
+    ManagerOptions,
+    SavePolicy,
+    require_one_schedule,
+    schedule_of,
+    whole_step,
+)
 from dist_ckpt_strategies.manager.poll import Poller
 from dist_ckpt_strategies.manager.reader import CheckpointReader
 from dist_ckpt_strategies.manager.root import Root
@@ -145,6 +151,7 @@ class TieredCheckpointManager(CheckpointReader):
         Raises:
             SystemExit: a preemption signal has arrived; the state is saved, the manager closed.
             CheckpointChangedError: another job has, or has taken over, the root.
+            PlanError: the ranks' policies or options would have them meet in different steps.
             StorageError: this save, or the previous one, could not be written; after the latter
                 this step's save has begun. Training may continue: earlier checkpoints are complete.
             PeerTimeoutError, PeerLostError: a rank does not respond; training cannot continue.
@@ -272,12 +279,14 @@ class TieredCheckpointManager(CheckpointReader):
         begun = saves.running and [saves.running.event.step, saves.running.event.tier]
         is_stale = bool(begun) and comm.group_id != self._group_id
         progress = [is_stale, begun, saves.last and [*saves.last]]
-        answers = run_and_gather(comm, lambda: [root.job(), uuid.uuid4().hex, *progress])
+        schedule = schedule_of(self.policy, self.options)
+        answers = run_and_gather(comm, lambda: [root.job(), uuid.uuid4().hex, schedule, *progress])
+        require_one_schedule([of_rank for _, _, of_rank, *_ in answers])
         jobs = [job for job, *_ in answers if job]
         root.join([*jobs, answers[0][1]][0])
         run_on_first_rank(comm, partial(root.acquire, WORK * self._timeout_s, jobs))
         # Some rank has been replaced, or the save under way is of another process group.
-        if any(of_rank != progress or of_rank[0] for _, _, *of_rank in answers):
+        if any(of_rank != progress or of_rank[0] for _, _, _, *of_rank in answers):
             saves.give_up(comm, next((save for *_, save, _ in answers if save), None))
             if self.local is not None:
                 run_collectively(comm, self.local.abandon)

@@ -164,6 +164,37 @@ class ManagerOptions:
             logger.exception("the metrics of the %s of step %d", event.kind, event.step)
 
 
+Schedule = list[int | bool | None]
+"""What decides in which steps the ranks meet, in the order of ``_SCHEDULE``."""
+
+_SCHEDULE = (
+    "every_steps",
+    "local_every_steps",
+    "poll_every_steps",
+    "every_minutes",
+    "should_save",
+    "preemption_signals",
+)
+
+
+def schedule_of(policy: SavePolicy, options: ManagerOptions) -> Schedule:
+    """Three numbers, and whether there are the others. Rank-local."""
+    numbers = policy.every_steps, policy.local_every_steps, options.poll_every_steps
+    others = policy.every_minutes, policy.should_save, options.preemption_signals
+    return [*(number and int(number) for number in numbers), *map(bool, others)]
+
+
+def require_one_schedule(schedules: Sequence[Schedule]) -> None:
+    """Raise a PlanError unless all ranks would meet in the same steps."""
+    for name, values in zip(_SCHEDULE, zip(*schedules, strict=True), strict=True):
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise PlanError(
+                    f"{name}: expected the same on all ranks, found {values[0]} on rank 0 and "
+                    f"{value} on rank {rank}; give all the same SavePolicy and ManagerOptions"
+                )
+
+
 def whole_step(step: object) -> int:
     """The step as an int; a PlanError if it is no number of steps done."""
     if not (isinstance(step, Integral) and int(step) >= 0):

@@ -179,15 +179,16 @@ def build_recovery_plan(inputs: Sequence[RankInput]) -> RecoveryPlan:
 
 def require_equal_layouts(inputs: Sequence[RankInput]) -> None:
     """Raise a PlanError unless the tensors of each shard are the same everywhere."""
-    first: dict[str, tuple[int, ShardInfo]] = {}
+    first: dict[str, tuple[str, ShardInfo]] = {}
     for rank, one in enumerate(inputs):
-        for shard in (*one.wanted, *(one.held.shards if one.held else ())):
-            other, known = first.setdefault(shard.shard_id, (rank, shard))
+        held = [(f"rank {rank} has kept", shard) for shard in (one.held.shards if one.held else ())]
+        for what, shard in (*((f"rank {rank} asks for", shard) for shard in one.wanted), *held):
+            other, known = first.setdefault(shard.shard_id, (what, shard))
             if known != shard:
                 raise PlanError(
-                    f"{shard.shard_id}: tensors differ between ranks {other} ({known.nbytes} "
-                    f"bytes) and {rank} ({shard.nbytes} bytes): expected the same names, dtypes "
-                    "and shapes wherever a shard has one id",
+                    f"{shard.shard_id}: tensors differ: {other} {known.nbytes} bytes, {what} "
+                    f"{shard.nbytes} bytes; expected the same names, dtypes and shapes wherever a "
+                    "shard has one id: build the state as it was in that step",
                     key=shard.shard_id,
                 )
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -398,6 +398,18 @@ def test_the_methods_can_be_called_one_by_one() -> None:
     call.shutdown()
     with pytest.raises(RestartError, match="no attempt is running"):
         HPCallWrapper(wrapper()).handle_fn_exception(ValueError("x"))
+
+
+def test_a_function_that_returns_before_it_runs_is_refused() -> None:
+    def steps() -> Iterator[int]:
+        yield 1
+
+    async def train() -> None:
+        pass
+
+    for function in (steps, train):
+        with pytest.raises(StrategyError, match=f"{function.__name__}.*wrap a plain function"):
+            wrapper()(function)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("viztracer") is not None, reason="it is installed")

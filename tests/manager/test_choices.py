@@ -117,6 +117,20 @@ def test_just_the_step_that_was_asked_for_is_loaded_from_either_tier(tmp_path: P
     assert done_by(2, loads_steps, str(tmp_path)) == [None] * 2
 
 
+def opens_with_rules_of_its_own(rank: int, root: str) -> Any:
+    manager = TieredCheckpointManager(root, policy=SavePolicy(every_steps=1 + rank))
+    return outcome(lambda: manager.save(2, state_of(2.0)))
+
+
+def test_rules_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> None:
+    for failure in done_by(2, opens_with_rules_of_its_own, str(tmp_path)):
+        assert PlanError.__name__ in failure.kinds
+        assert (
+            "every_steps: expected the same on all ranks, found 1 on rank 0 and 2 on rank 1"
+            in failure.text
+        )
+
+
 def reads_beside_a_training(rank: int, root: str) -> None:
     """Body of a rank: 0 and 1 train and evaluate; the evaluator is a manager beside the trainer's.
 

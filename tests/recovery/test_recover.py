@@ -129,7 +129,7 @@ def test_copies_that_differ_in_memory_are_found_where_they_are_compared() -> Non
         assert "on rank 2" in error.text
 
 
-DIFFER = "a: tensors differ between ranks 0 ({} bytes) and 1 (16 bytes)"
+DIFFER = "a: tensors differ: rank 0 asks for {} bytes, rank 1 asks for 16 bytes; expected"
 
 
 @pytest.mark.parametrize(
