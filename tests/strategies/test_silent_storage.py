@@ -257,14 +257,24 @@ def interrupt_a_load(rank: int, root: Path, backend: tuple[str, int]) -> None:
     halves = {half: new("w", torch.ones(128, 1 << 15), (1, n, 2)) for n, half in enumerate("ab")}
     state = halves | small
     signal.signal(signal.SIGALRM, interrupt)
-    with before_calls(lambda _, path: time.sleep(0.2 * (str(root) in path)), ["preadv"]):
+    begun: list[str] = []
+
+    def delay(_: str, path: str) -> None:
+        if str(root) in path:
+            begun.append(path)
+            time.sleep(0.2)
+
+    with before_calls(delay, ["preadv"]):
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(Interruption):
             dist_ckpt_strategies.load(state, root)
-        time.sleep(0.5)  # for the calls that were under way
+        time.sleep(0.5)
+        num_begun = len(begun)
+        time.sleep(2.0)  # for the calls that were under way
         for tensor in state.values():
             tensor.data.fill_(-1.0)
         time.sleep(2.0)
+    assert len(begun) == num_begun
     assert all(bool((tensor.data == -1.0).all()) for tensor in state.values())
 
 
