@@ -164,34 +164,27 @@ class ManagerOptions:
             logger.exception("the metrics of the %s of step %d", event.kind, event.step)
 
 
-Schedule = list[int | bool | None]
-"""What decides in which steps the ranks meet, in the order of ``_SCHEDULE``."""
-
-_SCHEDULE = (
-    "every_steps",
-    "local_every_steps",
-    "poll_every_steps",
-    "every_minutes",
-    "should_save",
-    "preemption_signals",
-)
-
-
-def schedule_of(policy: SavePolicy, options: ManagerOptions) -> Schedule:
-    """Three numbers, and whether there are the others. Rank-local."""
-    numbers = policy.every_steps, policy.local_every_steps, options.poll_every_steps
-    others = policy.every_minutes, policy.should_save, options.preemption_signals
-    return [*(number and int(number) for number in numbers), *map(bool, others)]
+def schedule_of(policy: SavePolicy, options: ManagerOptions) -> dict[str, int | bool | None]:
+    """What decides in which steps ranks meet: three numbers, and whether there is the rest."""
+    return {
+        "every_steps": policy.every_steps and int(policy.every_steps),
+        "local_every_steps": policy.local_every_steps and int(policy.local_every_steps),
+        "poll_every_steps": int(options.poll_every_steps),
+        "every_minutes": policy.every_minutes is not None,
+        "should_save": policy.should_save is not None,
+        "preemption_signals": bool(options.preemption_signals),
+    }
 
 
-def require_one_schedule(schedules: Sequence[Schedule]) -> None:
+def require_one_schedule(schedules: Sequence[Mapping[str, object]]) -> None:
     """Raise a PlanError unless all ranks would meet in the same steps."""
-    for name, values in zip(_SCHEDULE, zip(*schedules, strict=True), strict=True):
-        for rank, value in enumerate(values):
-            if value != values[0]:
+    for name, value in schedules[0].items():
+        for rank, schedule in enumerate(schedules):
+            if schedule[name] != value:
                 raise PlanError(
-                    f"{name}: expected the same on all ranks, found {values[0]} on rank 0 and "
-                    f"{value} on rank {rank}; give all the same SavePolicy and ManagerOptions"
+                    f"{name}: expected the same on all ranks, found {value} on rank 0 and "
+                    f"{schedule[name]} on rank {rank}; give all the same SavePolicy and "
+                    "ManagerOptions"
                 )
 
 

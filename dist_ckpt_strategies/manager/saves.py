@@ -110,8 +110,9 @@ class Saves:
             PlanError: ranks save different steps.
         """
         began, tier = time.monotonic(), Tier(begun.tier)
+        resumed = self.resumed
         if self.last is not None and begun.step < self.last[1]:  # back without a load
-            self.resumed = (None, now())
+            resumed = (None, now())
             self._root.await_removal()  # perhaps of this very step
         try:
             state, numbers = self._prepared(comm, begun.step, state_dict, metrics)
@@ -122,7 +123,7 @@ class Saves:
         begun = replace(begun, blocking_s=time.monotonic() - began)
         save = RunningSave(comm, begun, request, request.finalise, numbers)
         request.finalise = partial(self._end, save)
-        self.running, self.last = save, (tier, begun.step)
+        self.running, self.last, self.resumed = save, (tier, begun.step), resumed
         if tier is Tier.GLOBAL:
             self.global_s = time.monotonic()
         return request

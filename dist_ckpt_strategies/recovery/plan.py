@@ -181,8 +181,9 @@ def require_equal_layouts(inputs: Sequence[RankInput]) -> None:
     """Raise a PlanError unless the tensors of each shard are the same everywhere."""
     first: dict[str, tuple[str, ShardInfo]] = {}
     for rank, one in enumerate(inputs):
-        held = [(f"rank {rank} has kept", shard) for shard in (one.held.shards if one.held else ())]
-        for what, shard in (*((f"rank {rank} asks for", shard) for shard in one.wanted), *held):
+        wanted = [(f"rank {rank} asks for", shard) for shard in one.wanted]
+        kept = [(f"rank {rank} has kept", shard) for shard in (one.held.shards if one.held else ())]
+        for what, shard in wanted + kept:
             other, known = first.setdefault(shard.shard_id, (what, shard))
             if known != shard:
                 raise PlanError(
