@@ -40,6 +40,9 @@ _REFUSED_FLAGS = 0x2061
 _DOS_DIRECTORY = 0x10
 """An entry with this attribute is read by torch as an empty directory, without an error."""
 
+_END_BYTES = 22
+"""Length of the record at an archive's end, which torch writes without a comment."""
+
 _UNSAFE = re.compile(
     r"(?<=GLOBAL )\S+|(?<=allowlisted via `add_safe_globals`, but got <class ')[^']+(?='>)"
 )
@@ -87,6 +90,9 @@ def file_damage(file: IO[bytes]) -> str | None:
     if head != b"PK":
         return None if head.startswith(b"\x80") else "it is not a file that torch.save wrote"
     try:
+        file.seek(max(file.seek(0, io.SEEK_END) - _END_BYTES, 0))
+        if not file.read().startswith(b"PK\5\6"):
+            return "its end is missing, or bytes follow it"
         with zipfile.ZipFile(file) as archive:
             if bad := archive.testzip():
                 return f"checksum mismatch in its record {bad}"

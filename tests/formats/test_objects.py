@@ -316,6 +316,15 @@ def test_files_that_torch_did_not_save_are_damaged_without_advice_to_unpickle_th
     assert "weights_only" not in str(found)
 
 
+@pytest.mark.parametrize("more", [1, 64, 4096])
+def test_zeros_after_a_file_as_a_crash_leaves_them_are_damage(more: int, tmp_path: Path) -> None:
+    content = write(tmp_path, {"a": 1}).read_bytes()
+
+    assert load_or_error(tmp_path, content) == {"a": 1}
+    found = load_or_error(tmp_path, content + bytes(more))
+    assert isinstance(found, CorruptCheckpointError)
+
+
 @pytest.mark.parametrize("content", [[1], 5, None, torch.ones(2)], ids=str)
 def test_common_state_that_is_no_dict_is_damaged(content: Any, tmp_path: Path) -> None:
     write(tmp_path, content)
