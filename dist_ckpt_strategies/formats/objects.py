@@ -43,6 +43,9 @@ _DOS_DIRECTORY = 0x10
 _END_BYTES = 22
 """Length of the record at an archive's end, which torch writes without a comment."""
 
+_SHARDED = frozenset({"ShardedTensor", "ShardedObject", "ShardedTensorFactory"})
+"""Megatron-Core's classes, which have a key."""
+
 _UNSAFE = re.compile(
     r"(?<=GLOBAL )\S+|(?<=allowlisted via `add_safe_globals`, but got <class ')[^']+(?='>)"
 )
@@ -158,7 +161,8 @@ def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
 
     Raises:
         StorageError: it holds something that cannot be pickled.
-        PlanError: it holds a tensor without memory: torch would write that, and not read it.
+        PlanError: it holds a tensor without memory: torch would write that, and not read it. Or
+            a ShardedTensor, of which all ranks would be given the first one's.
     """
     import torch  # noqa: PLC0415 - takes a while, and scans go without
 
@@ -166,6 +170,12 @@ def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
+            if type(value).__name__ in _SHARDED and not keeps_meta:
+                raise PlanError(
+                    f"{name}: {value.key}: a {type(value).__name__} in a tuple or an object; "
+                    "Megatron-Core takes those in dicts and lists alone: put it into one",
+                    key=str(value.key),
+                )
             is_checked = isinstance(value, torch.Tensor) and not (keeps_meta and value.is_meta)
             if is_checked and (lack := lacking_storage(value)):
                 path = next((path for path, held in leaves(obj) if held is value), "")

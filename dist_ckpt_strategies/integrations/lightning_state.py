@@ -148,8 +148,12 @@ class LightningStateProvider(LoopState):
         call_after_closure(self._trainer.precision_plugin, on_final_gradients)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Tensors and objects for ``save`` and ``load``; ranks are to write even shares."""
+        """Tensors and objects for ``save`` and ``load``; ranks are to write even shares.
+
+        The first rank writes the buffers, which may differ between ranks, as those of BatchNorm.
+        """
         rank, size = self._trainer.global_rank, self._trainer.world_size
+        buffers = {f"model/module/{n}" for n, _ in self._trainer.lightning_module.named_buffers()}
         objects = self.objects()  # first: from then on the parts have the step's own buffers
         named = {
             f"{part}/{name}": tensor.detach()
@@ -157,7 +161,9 @@ class LightningStateProvider(LoopState):
             for name, tensor in tensors.items()
         }
         shards = {
-            key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=(rank + number) % size)
+            key: ShardedTensor.from_rank_offsets(
+                key, tensor, replica_id=rank if key in buffers else (rank + number) % size
+            )
             for number, (key, tensor) in enumerate(named.items())
         }
         kept = ShardedObject("objects", objects, (1,), (0,), replica_id=rank)

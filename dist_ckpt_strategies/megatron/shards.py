@@ -58,7 +58,8 @@ def sharded_values(state_dict: StateDict) -> Iterator[Any]:
     for value in nested_values(state_dict):
         if not isinstance(value, (ShardedTensor, ShardedObject)):
             raise PlanError(
-                f"expected ShardedTensor and ShardedObject values, found {type(value).__name__}"
+                "expected ShardedTensor and ShardedObject values, found "
+                f"{type(value).__name__} {getattr(value, 'key', '')}".rstrip()
             )
         yield value
 

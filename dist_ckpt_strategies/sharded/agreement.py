@@ -32,7 +32,10 @@ def require_one_strategy(comm: Communicator, what: str, answers: Sequence[Messag
     kinds = [answer[0] if isinstance(answer, list) else "another strategy" for answer in answers]
     if len(set(kinds)) > 1:
         texts = [f"{what} by {kind}" for kind in kinds]
-        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+        raise PlanError(
+            f"expected one strategy, found {who_is_where(comm, kinds, texts)}; pass the same "
+            "strategy, and to a load the same strict, on all ranks"
+        )
 
 
 def require_same_checkpoint(comm: Communicator, name: object, identities: Sequence[str]) -> None:

@@ -44,6 +44,9 @@ Conversions = list[list[str]]
 Validated = dict[str, str]
 """Shardings that were checked: the digest of all ranks' shards, by that of this rank's."""
 
+PLANNED = "one plan"
+"""How a rank loads that has a LoadPlan: what its answer begins with."""
+
 _NUM_EXAMPLES = 3
 
 
@@ -129,7 +132,7 @@ class LoadPlan:
         if validated is not None:
             digest = digest_of(self.messages)
             group = validated.get(digest)
-        return ["own", self.checkpoint.identity, digest, group]
+        return [PLANNED, self.checkpoint.identity, digest, group]
 
 
 def plan_load(

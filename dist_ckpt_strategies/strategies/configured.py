@@ -91,7 +91,8 @@ class Configured:
         if (backend, version) != (name, number):
             raise IncompatibleVersionError(
                 f"expected backend {(name, number)}, found ({backend!r}, {version!r}); use the "
-                "strategy of that backend, of a two-stage load as its base_strategy"
+                "strategy of that backend, of a two-stage load as its base_strategy, or convert it "
+                "with dist-ckpt convert"
             )
 
 

@@ -82,7 +82,7 @@ Loaded = StateDict | tuple[StateDict, set[str], set[str]]
 
 _ATTEMPTS = 3
 
-_LOCAL, _OTHER = "local", "other"
+_LOCAL, _OTHER = "local_replicated", "calls of its own"
 """How a rank loads that has no plan: what its answer begins with. What tells the checkpoint from
 others follows: the digest of the common state, or nothing, if a strategy of this package compares.
 """

@@ -104,6 +104,15 @@ def arguments_that_make_no_sense(rank: int, scratch: Path) -> None:
         (partial(saves, new, "zarr"), StrategyError, no_strategy),
         (partial(saves, new, ZarrLoadShardedStrategy()), StrategyError, no_strategy),
         (partial(save_anything, [state], new), PlanError, "expected a dict"),
+        *(
+            (
+                partial(save_anything, {"l": (value,)}, new, kind, allow=[type(value)]),
+                PlanError,
+                f": {value.key}: a {type(value).__name__} in a tuple",
+            )
+            for value in (next(iter(state.values())), ShardedObject("o", 1, (4,), (rank,)))
+            for kind in (ZARR, PACKS)
+        ),
         (partial(loads, finished, ("mine", 7)), StrategyError, "'mine', 7"),
         (
             partial(loads, finished, ("safetensors", 1)),
@@ -159,6 +168,11 @@ def ranks_that_do_not_agree(rank: int, scratch: Path) -> None:
     for call, kind, words in (
         *((call, PlanError, "; ranks [3] in a save by ") for call in two_kinds),
         (partial(loads, scratch / "c", two_stage), PlanError, "; ranks [3] in a load by "),
+        (
+            partial(loads, scratch / "c", **({"strict": "raise_all"} if is_odd else {})),
+            PlanError,
+            "to a load the same strict, on all ranks",
+        ),
         (cliques, PlanError, "rank 3 asks for other cliques than rank 0"),
     ):
         require_refused(call, kind, words)
