@@ -248,6 +248,18 @@ class Attempt:
         self._await(Stage.STOPPED)
         self._thread.join()
 
+    @contextmanager
+    def ending_after(self, limit_s: float, what: str) -> Iterator[None]:
+        """End this process if the block takes longer: the other ranks wait for it."""
+        why = f"restart round {self.restart_round}: {what} has not returned within {limit_s:g} s"
+        timer = threading.Timer(limit_s, _die, [why])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def end(self) -> None:
         """Watch no longer."""
         self._interrupter.left.set()

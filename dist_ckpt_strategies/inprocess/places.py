@@ -150,7 +150,7 @@ class Places:
         self._lost: dict[int, str] = {}
         self._closed: Ended | None = None
         self._has_news = threading.Event()
-        self._is_finished = self._is_stopped = False
+        self._is_finished = self._is_stopped = self._has_told = False
         self._require_same_job()
 
     def start(self, tell_guard: Callable[[str], object]) -> None:
@@ -350,8 +350,7 @@ class Places:
             self.close(
                 NODE_MISSING,
                 f"place {place}: {seen.why if seen.value else 'no node has come'}, and none has "
-                f"taken the place within {self._nodes.wait_s:g} s (--node-wait); start the job "
-                "again",
+                f"taken it within {self._nodes.wait_s:g} s (--node-wait); start the job again",
             )
 
     def _look(self, key: str) -> _Seen:
@@ -369,18 +368,19 @@ class Places:
         Raises a RestartError if all have been taken for longer than a node is waited for.
         """
         for number in range(self._nodes.num_spare_nodes):
-            key = f"spare/{number}"
-            seen = self._look(key)
+            seen = self._look(key := f"spare/{number}")
             is_free = seen.state in {"", _LEFT} or seen.silent_s > self._nodes.ttl_s
             if is_free and self._take(key, seen.value):
                 self._post("all places are taken; this node waits as a spare")
                 self._post(Placed(None))
                 return
+        size, num_spares = self._nodes.num_nodes, self._nodes.num_spare_nodes
+        taken = f"all {size} places and those of {num_spares} spare nodes are taken by other nodes"
+        if not self._has_told:
+            self._post(f"{taken}; one may get free within {self._nodes.wait_s:g} s (--node-wait)")
+        self._has_told = True
         if time.monotonic() - self._began > self._nodes.wait_s:
-            raise RestartError(
-                f"all {self._nodes.num_nodes} places and those of {self._nodes.num_spare_nodes} "
-                "spare nodes are taken by other nodes; raise --spare-nodes, or leave this node out"
-            )
+            raise RestartError(f"{taken}; raise --spare-nodes, or leave this node out")
 
     def _take(self, key: str, seen: str) -> bool:
         """Make a key this node's, if it still holds what was seen; then give up the one before."""

@@ -85,7 +85,8 @@ class HPWrapper:
         checkpoint_manager: its ``parameter_update_lock`` protects updates from interruption; its
             ``on_fault(fault)``, if any, is called between two attempts.
         check_memory_status: log memory at each restart, and warn if it grows.
-        barrier_timeout_s: longest wait for all ranks to join an attempt.
+        barrier_timeout_s: longest wait for all ranks to join an attempt. A process whose
+            ``finalize`` and ``health_check`` take half of it ends with code 86, and is replaced.
         finish_timeout_s: longest wait for all ranks to return from the function.
         max_attempts: attempts of this process; None: unlimited.
         max_idle_attempts: this process ends after so many consecutive attempts that its own
@@ -283,8 +284,9 @@ class HPCallWrapper:
         forget_frames(term_ex)
         if attempt.lost is not None:
             raise attempt.lost
-        self._finalize(attempt)
-        self._require_fit(attempt.state, train_ex)
+        with attempt.ending_after(self.wrapper.barrier_timeout_s / 2, "finalize or health check"):
+            self._finalize(attempt)
+            self._require_fit(attempt.state, train_ex)
 
     def shutdown(self) -> None:
         """Watch no longer, and close the rendezvous client. Again does nothing."""

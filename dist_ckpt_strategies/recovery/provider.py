@@ -60,7 +60,8 @@ class StateProvider(Protocol):
     def objects(self) -> Mapping[str, Any]:
         """State that is no tensor: schedulers, counters, data position. A copy, to be pickled.
 
-        Equal on all ranks that share a shard. It changes together with the tensors: in the update.
+        Equal on all ranks that share a shard. Also asked for in ``begin_step``: what is changed
+        between that and the update is undone where the step is repeated.
         """
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
@@ -264,11 +265,19 @@ def _digests_of(shards: Shards) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class InMemoryCheckpoint:
-    """A state, and how far it is; replaced as a whole, so that an interruption finds one."""
+    """A state, and how far it is; replaced as a whole, so that an interruption finds one.
+
+    ``begun``: its objects when its step began; None before that, and from the update on.
+    """
 
     provider: StateProvider
     step: int
     phase: Phase
+    begun: Mapping[str, Any] | None = None
+
+    def objects(self) -> Mapping[str, Any]:
+        """The objects that belong to the tensors."""
+        return self.provider.objects() if self.begun is None else self.begun
 
     def damage(self, recorded: MemoryChecksumManager | None) -> list[str]:
         """How it differs from the digests of its step's beginning, which the update ends."""
@@ -310,7 +319,7 @@ def copied_to_host(checkpoint: InMemoryCheckpoint, shards: Shards) -> InMemoryCh
     every = [tensor for tensors in shards.values() for tensor in tensors.values()]
     copies = iter(HostSnapshot().take(every))
     copied = {shard_id: dict(zip(names, copies)) for shard_id, names in shards.items()}  # noqa: B905 - as many as there are names
-    objects = copy.deepcopy(dict(checkpoint.provider.objects()))
+    objects = copy.deepcopy(dict(checkpoint.objects()))
     host = HeldTensors(lambda: copied, step=checkpoint.step, objects=objects)
     return InMemoryCheckpoint(host, checkpoint.step, checkpoint.phase)
 

@@ -11,7 +11,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -214,22 +214,22 @@ class Recovery:
             except CheckpointError as error:
                 return [str(error), [], {}]
         # Asked for after the step is finished: an update may replace tensors by new ones.
-        provider = (
-            None if self.in_memory is None or role is Role.RECEIVE else self.in_memory.provider
-        )
-        self._held = {} if provider is None else self._flat(provider)
+        held = None if role is Role.RECEIVE else self.in_memory
+        if held is not None and role is Role.FINISH_STEP:
+            held = replace(held, begun=None)
+        self._held = {} if held is None else self._flat(held.provider)
         self._wanted = self._flat(self.new)
         for copy in plan.copies:
             if copy.receiver == rank:
                 self._wanted[copy.shard_id].require_fillable()
-        self._make_messages(plan, provider)
+        self._make_messages(plan, held)
         sizes = [[receiver, content.numel()] for receiver, content in self._sent.items()]
         return ["", sizes, self._digests(plan) if self.checksums is not None else {}]
 
-    def _make_messages(self, plan: RecoveryPlan, provider: StateProvider | None) -> None:
+    def _make_messages(self, plan: RecoveryPlan, held: InMemoryCheckpoint | None) -> None:
         rank, objects = self.comm.rank, b""
-        if provider is not None:
-            objects = dump_objects(dict(_asked("objects", provider.objects)))
+        if held is not None:
+            objects = dump_objects(dict(_asked("objects", held.objects)))
         sources = zip(plan.object_sources, plan.random_sources, strict=True)
         for receiver, (object_source, random_source) in enumerate(sources):
             states: dict[int, bytes] = {}

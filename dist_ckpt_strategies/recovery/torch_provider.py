@@ -70,8 +70,13 @@ class TorchStateProvider(ReplicatedState):
                 for group in self._optimizer.param_groups
             ],
             "state": {
-                name: {k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)}
+                name: values
                 for param, name in self._optimized()
+                if (
+                    values := {
+                        k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)
+                    }
+                )
             },
             "scheduler": self._scheduler and self._scheduler.state_dict(),
         }

@@ -100,6 +100,8 @@ class TrackedState:
                 f"step {checkpoint.provider.step} begins, expected {checkpoint.step}; call "
                 "begin_step, vote, updating and end_step once for each step"
             )
+        checkpoint, _ = self._tracked(Phase.RUNNING)
+        self._in_memory = replace(checkpoint, begun=checkpoint.provider.objects())
 
     def vote(self) -> None:
         """Commit the step with all ranks, after the last change of a gradient; then it counts.
@@ -143,7 +145,7 @@ class TrackedState:
         """
         checkpoint, _ = self._tracked(Phase.COMMITTED)
         self.parameter_update_lock.acquire()
-        self._in_memory = replace(checkpoint, phase=Phase.UPDATING)
+        self._in_memory = replace(checkpoint, phase=Phase.UPDATING, begun=None)
 
     def end_update(self) -> None:
         """Give the lock back: this rank's shard and objects are those of the next step.
@@ -208,9 +210,9 @@ class TrackedState:
         checkpoint = self._in_memory
         assert checkpoint is not None  # noqa: S101 - only called for a state that is kept
         with self.parameter_update_lock:
-            self._in_memory = replace(checkpoint, phase=Phase.UPDATING)
+            self._in_memory = replace(checkpoint, phase=Phase.UPDATING, begun=None)
             checkpoint.provider.apply_update()
-            self._in_memory = replace(checkpoint, phase=Phase.UPDATED)
+            self._in_memory = replace(checkpoint, phase=Phase.UPDATED, begun=None)
 
     def _tracked(self, phase: Phase) -> tuple[InMemoryCheckpoint, StepCommit]:
         checkpoint, commit = self._in_memory, self._commit

@@ -257,6 +257,17 @@ if rank is None:
     time.sleep(600)
 wait_for("waits")
 """
+HANGING_CHECK = """
+from dist_ckpt_strategies.inprocess import HPWrapper
+def check(state, error):
+    if rank == "1" and is_first("hangs"):
+        time.sleep(600)
+@HPWrapper(health_check=check, barrier_timeout_s=60)
+def train():
+    if rank == "0" and is_first("fails"):
+        raise RuntimeError("no route to host")
+train()
+"""
 NEEDS_A_RANK = """
 Path(f"came of {rank}").touch()
 os.environ["RANK"]
@@ -275,6 +286,12 @@ NO_STORE = ("--rdzv-endpoint", "192.0.2.1:9", "--node-wait", "1", "--node-ttl", 
         (SECOND_BLOCK, ["-n", "2"], 1, LAST_DEATH),
         (OWN_GROUPS, ["-n", "2"], 1, "rank 1 died: exit code 3; .*with torchrun"),
         (DYING_SPARE, ["--spares", "1"], 0, "a spare is gone: killed by SIGKILL; a new process"),
+        (
+            HANGING_CHECK,
+            ["-n", "2", "--max-restarts", "1"],
+            0,
+            "(?s)health check has not returned within 30 s.* rank 1 is gone: .*exit code 86",
+        ),
         (NEEDS_A_RANK, SPARE, 0, r"ended without waiting in wait_rank\(\); it is no spare"),
         ("", ["--nnodes", "2", *NO_NAME], 87, r"\A(.*pynvml.*\n)*dist-ckpt: .*no-such-host.*not"),
         ("", ["--nnodes", "2", *NO_STORE], 87, r"192\.0\.2\.1.* has not come within --node-wait"),

@@ -103,6 +103,38 @@ def test_a_committed_step_is_finished_once_however_often_recovery_is_interrupted
     assert value_of(new) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        (Phase.RUNNING, {"step": 6, "position": 3, "rate": 1.0}),
+        (Phase.COMMITTED, {"step": 7, "position": 4, "rate": 0.5}),
+        (Phase.UPDATED, {"step": 7, "position": 4, "rate": 0.5}),
+    ],
+)
+def test_a_step_that_is_repeated_begins_with_the_objects_of_its_beginning(
+    phase: Phase, expected: dict[str, Any]
+) -> None:
+    class Training(MemoryProvider):
+        def objects(self) -> Any:
+            return dict(self._objects)
+
+    old, new = Training({"p": {"x": torch.zeros(4)}}, step=6), provider(9.0)
+    old.load_objects({"step": 6, "position": 1, "rate": 2.0})
+    manager = CheckpointManager()
+    manager.track(old)
+    old.load_objects({"step": 6, "position": 3, "rate": 1.0})  # between two steps
+    manager.begin_step()
+    old.load_objects({"step": 6, "position": 4, "rate": 0.5})  # the batch is taken
+    if phase >= Phase.COMMITTED:
+        manager.vote()
+    if phase is Phase.UPDATED:
+        with manager.updating():
+            old.apply_update()
+
+    assert manager.try_checkpointless_load(new) is not None
+    assert new.objects() == expected
+
+
 class Memory(np.ndarray[Any, Any]):
     """Can be watched: it lives as long as any tensor looks at it."""
 
