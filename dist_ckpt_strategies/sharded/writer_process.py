@@ -26,8 +26,12 @@ logger = logging.getLogger(__name__)
 
 _FAREWELL_S = 2.0
 _POLL_S = 0.02
-_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM)
-"""Signals after which the parent may save yet; the process ends with it."""
+_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals after which the parent may save yet; the process ends with it.
+
+SLURM sends its warnings to all processes of a step.
+"""
+
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

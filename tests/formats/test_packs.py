@@ -240,6 +240,14 @@ def test_objects_and_long_keys_are_divided_among_packs() -> None:
     assert max(pack.data_start for pack in layout.packs) < 100_000_000
 
 
+def test_a_rank_with_bytes_enough_writes_packs_of_equal_size() -> None:
+    whole = Region((0,), (100,))
+    shards = [ShardSpec(ShardId(f"w{n}", whole), (100,), DType.INT8) for n in range(12)]
+    for share, expected in ((200, [3] * 4), (500, [6] * 2), (2000, [12])):
+        layout = lay_out(shards, limits=PackLimits(num_packs=4, share_nbytes=share))
+        assert [len([n for n in pack.sources if n >= 0]) for pack in layout.packs] == expected
+
+
 def test_a_shard_without_elements_is_not_in_the_way_of_another_with_its_origin() -> None:
     shards = [ShardSpec(ShardId("w", Region((0,), (n,))), (4,), DType.FLOAT32) for n in (0, 4)]
     for some in (shards, shards[::-1]):

@@ -239,6 +239,18 @@ def a_save_may_be_waited_for_again_after_a_wait_that_failed_on_all_ranks(
     assert all(is_saved(rank, root / name) for name in ("slow", "a", "b"))
 
 
+def signals_to_all_processes_of_the_job_end_no_writer(
+    rank: int, root: Path, backend: Backend
+) -> None:
+    """As of a terminal, or of SLURM."""
+    before = writer()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        before.send_signal(number)
+    save_async(weight(rank), root, backend).wait()
+    assert writer() == before
+    assert is_saved(rank, root)
+
+
 CHECKS: tuple[Callable[[int, Path, Backend], None], ...] = (
     a_save_waits_until_the_one_before_has_written_its_share,
     tensors_may_be_overwritten_as_soon_as_the_call_returns,
@@ -247,6 +259,7 @@ CHECKS: tuple[Callable[[int, Path, Backend], None], ...] = (
     a_save_that_another_one_has_overtaken_is_not_made_visible,
     a_save_that_has_lost_its_place_is_not_made_visible,
     a_save_may_be_waited_for_again_after_a_wait_that_failed_on_all_ranks,
+    signals_to_all_processes_of_the_job_end_no_writer,
 )
 
 

@@ -400,3 +400,12 @@ def test_ranks_without_a_process_group_do_not_save_each_alone(
 
     monkeypatch.delenv("RANK")  # not of torchrun
     dist_ckpt_strategies.save({"step": 1}, tmp_path / "c")
+
+
+def test_a_process_alone_may_load_a_part_as_with_megatron(tmp_path: Path) -> None:
+    whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+    dist_ckpt_strategies.save({"w": whole}, tmp_path)
+    for strict in ("assume_ok_unexpected", "raise_all"):
+        part = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))
+        loaded: Any = dist_ckpt_strategies.load({"w": part}, tmp_path, strict=strict)
+        assert loaded["w"].tolist() == [2.0, 3.0]

@@ -226,7 +226,9 @@ def raise_before_the_commit(rank: int, root: Path) -> None:
         assert not (root / "iter_2" / "index").exists()
     save(training.state(), root / "copy_of_1", strategy, on_unchanged="raise")  # the same step
     training.step()
-    save(training.state(), root / "iter_2", strategy, on_unchanged="raise")
+    for is_second in (False, True):  # a step that is saved again repeats nothing
+        how = {"on_unchanged": "raise", "overwrite": is_second}
+        save(training.state(), root / "iter_2", strategy, **how)
     require_failure(
         outcome(lambda: save(training.state(), root / "z", ("zarr", 1), on_unchanged="raise")),
         StrategyError,
