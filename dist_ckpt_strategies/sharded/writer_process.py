@@ -71,7 +71,7 @@ class WriterProcess:
         start = f"from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, str(theirs.fileno()), str(os.getpid())]
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109
-        # Sent to the whole job, they are ignored from the first instruction on: see ``main``.
+        # Sent to the whole job, they stay blocked in the process.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_JOB)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with our own module
@@ -155,8 +155,6 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
 def main() -> None:
     """In the process: do jobs, one after the other, until the connection is closed."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    for number in _OF_THE_JOB:
-        signal.signal(number, signal.SIG_IGN)
     lower_priority(0)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     memories: dict[int, memoryview] = {}

@@ -260,6 +260,21 @@ def test_a_second_job_at_one_root_is_refused_with_the_name_of_the_first(tmp_path
     assert loaded.iteration == 1
 
 
+def test_a_holder_of_another_host_has_its_lease_until_it_runs_out(tmp_path: Path) -> None:
+    root, options = tmp_path / "run", ManagerOptions(timeout_s=40.0, lease_s=3.0)
+    with TieredCheckpointManager(root, options=options) as first:
+        first.save(1, Training().state_dict(), force=True)
+        (lock,) = root.glob(".dist-ckpt-lock-*")
+        holder = json.loads(lock.read_text())
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert holder["process"].startswith(boot_id)
+    lock.write_text(json.dumps({**holder, "process": "elsewhere/pid:[1] 2 3", "job": "another"}))
+    began = time.monotonic()
+    with TieredCheckpointManager(root, options=options) as manager:
+        assert manager.load_latest(Training().state_dict()) is not None
+    assert time.monotonic() - began > 3.0
+
+
 def is_stopped(root: str, answer: str) -> None:
     """A process that holds the lock and is stopped for longer than its lease."""
     in_threads()

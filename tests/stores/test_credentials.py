@@ -10,7 +10,9 @@ from pathlib import Path
 import boto3
 import pytest
 
+from dist_ckpt_strategies import Options, StoreOptions
 from dist_ckpt_strategies.errors import StoreAccessError, StrategyError
+from dist_ckpt_strategies.strategies.safetensors import PackLoadShardedStrategy
 from tests.stores.commands import cuts, differing, write
 from tests.support.object_stores import ObjectStore, moto
 
@@ -117,7 +119,11 @@ def test_a_profile_names_the_server(
     (tmp_path / ".aws/credentials").write_text(keys)
     (tmp_path / ".aws/config").write_text(SETTINGS[case].format(strict_store.endpoint))
     assert differing(write(f"s3://checkpoints/named/{name}-{len(case)}"), cuts()) == []
-    # A variable comes first.
+    # The options of a strategy come first, then a variable.
+    store = StoreOptions(endpoint=strict_store.endpoint)
+    loader = PackLoadShardedStrategy(options=Options(store=store))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert differing(f"s3://checkpoints/named/{name}-{len(case)}", cuts(), loader) == []
     monkeypatch.setenv("AWS_ENDPOINT_URL", strict_store.endpoint)
     (tmp_path / ".aws/config").write_text(SETTINGS[case].format("http://127.0.0.1:1"))
     assert differing(f"s3://checkpoints/named/{name}-{len(case)}", cuts()) == []
