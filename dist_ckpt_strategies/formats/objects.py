@@ -44,7 +44,7 @@ _END_BYTES = 22
 """Length of the record at an archive's end, which torch writes without a comment."""
 
 _SHARDED = frozenset({"ShardedTensor", "ShardedObject", "ShardedTensorFactory"})
-"""Megatron-Core's classes, which have a key."""
+"""Megatron-Core's classes; they have a key, which torch's ShardedTensor has not."""
 
 _UNSAFE = re.compile(
     r"(?<=GLOBAL )\S+|(?<=allowlisted via `add_safe_globals`, but got <class ')[^']+(?='>)"
@@ -170,9 +170,10 @@ def dump_object(obj: Any, *, name: str, keeps_meta: bool = False) -> bytes:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if type(value).__name__ in _SHARDED and not keeps_meta:
+            kind = type(value)
+            if kind.__name__ in _SHARDED and hasattr(value, "key") and not keeps_meta:
                 raise PlanError(
-                    f"{name}: {value.key}: a {type(value).__name__} in a tuple or an object; "
+                    f"{name}: {value.key}: a {kind.__name__} in a tuple or an object; "
                     "Megatron-Core takes those in dicts and lists alone: put it into one",
                     key=str(value.key),
                 )
