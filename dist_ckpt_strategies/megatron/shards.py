@@ -58,8 +58,7 @@ def sharded_values(state_dict: StateDict) -> Iterator[Any]:
     for value in nested_values(state_dict):
         if not isinstance(value, (ShardedTensor, ShardedObject)):
             raise PlanError(
-                "expected ShardedTensor and ShardedObject values, found "
-                f"{type(value).__name__} {getattr(value, 'key', '')}".rstrip()
+                f"expected ShardedTensor and ShardedObject values, found {type(value).__name__}"
             )
         yield value
 

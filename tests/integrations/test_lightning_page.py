@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Model(LightningModule):
     def __init__(self):
         super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
     def training_step(self, batch, number):
         return self.layer(batch[0]).square().mean()
     def configure_optimizers(self):
